@@ -1,0 +1,218 @@
+"""Settings, validated, no logic. Arguments beat environment variables, which beat defaults.
+
+The environment is read again at each request, so that an operator can change it while the process runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+ReuseMode = Literal["blend", "exact", "off"]
+RepairName = Literal["none", "selective", "cacheblend", "query", "sensitivity", "full"]
+
+CHUNK_TOKENS = (64, 128, 256, 512)
+
+
+class ConfigError(ValueError):
+    """A setting is not usable. The message names the setting, the value and what would be accepted."""
+
+
+@dataclass(frozen=True)
+class ReuseConfig:
+    """How stored KV is used. A field left at None takes the environment's value, else the default given here.
+
+    Attributes:
+        reuse: `blend` (default): chunk KV for documents, exact hits for the prefix only. `exact`: a prefix cache
+            over the whole prompt that never approximates. `off`: plain model. `KVBOOST_DISABLE=1` forces `off`.
+        repair: strategy name, default `query` (`KVBOOST_RECOMPUTE_STRATEGY`).
+        recompute_ratio: share of document tokens to recompute, 0…1, default 0.05.
+        top_k: rows per chunk instead of the ratio (`KVBOOST_RECOMPUTE_TOPK`).
+        deviation_threshold: recompute all rows whose deviation is above it, instead of the ratio; strategies that
+            measure deviation only (`KVBOOST_DEVIATION_THRESHOLD`).
+        max_recompute_ratio: upper bound on recomputed / document tokens for every strategy but `full`, so that
+            latency stays bounded; default max(0.30, recompute_ratio).
+        tau_reuse, tau_recompute: chunk-level deviation below which `cacheblend` reuses a chunk as it is, and above
+            which it recomputes all of it (within the bound); 0.02 and 0.20.
+        namespace: tenant. Enters every key; never taken from prompt text.
+        strict: raise on a fault in reuse instead of falling back to plain prefill.
+    """
+
+    reuse: ReuseMode | None = None
+    repair: RepairName | None = None
+    recompute_ratio: float | None = None
+    top_k: int | None = None
+    deviation_threshold: float | None = None
+    max_recompute_ratio: float | None = None
+    tau_reuse: float = 0.02
+    tau_recompute: float = 0.20
+    namespace: str = ""
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("reuse", self.reuse, get_args(ReuseMode))
+        _check_choice("repair", self.repair, get_args(RepairName))
+        _check_range("recompute_ratio", self.recompute_ratio, 0.0, 1.0)
+        _check_range("max_recompute_ratio", self.max_recompute_ratio, 0.0, 1.0)
+        _check_range("deviation_threshold", self.deviation_threshold, 0.0, None)
+        _check_range("tau_reuse", self.tau_reuse, 0.0, None)
+        _check_range("tau_recompute", self.tau_recompute, self.tau_reuse, None)
+        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0):
+            raise ConfigError(f"top_k={self.top_k!r}: expected a whole number of rows per chunk, 0 or more")
+        if not isinstance(self.namespace, str):
+            raise ConfigError(f"namespace={self.namespace!r}: expected a string")
+        if self.top_k is not None and self.deviation_threshold is not None:
+            raise ConfigError("top_k and deviation_threshold are alternatives; set one of them")
+        if None not in (self.recompute_ratio, self.max_recompute_ratio) and (
+            self.recompute_ratio > self.max_recompute_ratio  # type: ignore[operator]
+        ):
+            raise ConfigError(
+                f"recompute_ratio={self.recompute_ratio} is above max_recompute_ratio={self.max_recompute_ratio}"
+            )
+
+    def override(self, **changes: Any) -> ReuseConfig:
+        """A copy with the given fields set; None leaves a field as it is. Unknown names are an error that lists the known ones."""
+        known = {f.name for f in fields(self)}
+        if unknown := sorted(set(changes) - known):
+            raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+    def resolve(self, environ: Mapping[str, str] | None = None) -> ResolvedConfig:
+        """Fill what is unset from the environment, then from the defaults.
+
+        Raises:
+            ConfigError: an environment variable holds a value that cannot be used; the message names it.
+        """
+        env = os.environ if environ is None else environ
+        from_env = replace(
+            self,
+            repair=self.repair if self.repair is not None else _env_choice(env),
+            top_k=self._unless_other_rule("top_k", _env_int(env, "KVBOOST_RECOMPUTE_TOPK")),
+            deviation_threshold=self._unless_other_rule(
+                "deviation_threshold", _env_float(env, "KVBOOST_DEVIATION_THRESHOLD")
+            ),
+        )
+        ratio = 0.05 if self.recompute_ratio is None else self.recompute_ratio
+        cap = self.max_recompute_ratio
+        disabled = _env_flag(env, "KVBOOST_DISABLE")
+        return ResolvedConfig(
+            reuse="off" if disabled else self.reuse or "blend",
+            repair=from_env.repair or "query",
+            recompute_ratio=ratio if cap is None else min(ratio, cap),
+            top_k=from_env.top_k,
+            deviation_threshold=from_env.deviation_threshold,
+            max_recompute_ratio=max(0.30, ratio) if cap is None else cap,
+            tau_reuse=self.tau_reuse,
+            tau_recompute=self.tau_recompute,
+            namespace=self.namespace,
+            strict=self.strict,
+        )
+
+    def _unless_other_rule(self, name: str, env_value: Any) -> Any:
+        """An argument beats the environment, and so does an argument for one of the alternatives of the same rule."""
+        own = getattr(self, name)
+        if own is not None:
+            return own
+        rules = (self.recompute_ratio, self.top_k, self.deviation_threshold)
+        return env_value if all(rule is None for rule in rules) else None
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """`ReuseConfig` with every choice made, as one request uses it."""
+
+    reuse: ReuseMode
+    repair: RepairName
+    recompute_ratio: float
+    top_k: int | None
+    deviation_threshold: float | None
+    max_recompute_ratio: float
+    tau_reuse: float
+    tau_recompute: float
+    namespace: str
+    strict: bool
+
+
+@dataclass(frozen=True)
+class GenerationParams:
+    """Parameters of decoding; unset ones take the model's generation config. Names are those of transformers.
+
+    Attributes:
+        max_new_tokens: default 256.
+        stop: strings at whose first occurrence the text ends; they are not part of it.
+        extra: further keyword arguments for `generate` (for example `no_repeat_ngram_size`).
+    """
+
+    max_new_tokens: int = 256
+    do_sample: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    extra: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={self.max_new_tokens!r}: expected a whole number, 1 or more")
+        _check_range("temperature", self.temperature, 0.0, None)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise ConfigError(f"stop={self.stop!r}: expected non-empty strings")
+        object.__setattr__(self, "stop", tuple(self.stop))
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(choices)}")
+
+
+def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
+    if value is None:
+        return
+    wanted = f"a number from {low:g} to {high:g}" if high is not None else f"a number of at least {low:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name}={value!r}: expected {wanted}")
+    if not low <= value or (high is not None and value > high):  # `not <=` also catches NaN
+        raise ConfigError(f"{name}={value!r}: expected {wanted}")
+
+
+def _env_choice(env: Mapping[str, str]) -> Any:
+    value = env.get("KVBOOST_RECOMPUTE_STRATEGY") or None
+    _check_choice("KVBOOST_RECOMPUTE_STRATEGY", value, get_args(RepairName))
+    return value
+
+
+def _env_int(env: Mapping[str, str], name: str) -> int | None:
+    value = env.get(name) or None
+    if value is None:
+        return None
+    if not value.strip().isdigit():
+        raise ConfigError(f"{name}={value!r}: expected a whole number, 0 or more")
+    return int(value)
+
+
+def _env_float(env: Mapping[str, str], name: str) -> float | None:
+    value = env.get(name) or None
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        raise ConfigError(f"{name}={value!r}: expected a number of at least 0") from None
+    _check_range(name, number, 0.0, None)
+    return number
+
+
+def _env_flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{name}={value!r}: expected 1 or 0")

@@ -1,0 +1,228 @@
+"""The values that the stages hand to each other. Plain frozen dataclasses: no behaviour, no torch at import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SegmentKind(str, Enum):
+    """What a span of the prompt is. Only a `document` can be taken from the store."""
+
+    PREFIX = "prefix"
+    DOCUMENT = "document"
+    TEXT = "text"
+    SUFFIX = "suffix"
+
+
+class HitKind(str, Enum):
+    """Where a segment's keys and values came from."""
+
+    EXACT = "exact"
+    """The prefix hash matched: the KV is what full prefill would give."""
+    APPROXIMATE = "approximate"
+    """Only the content hash matched: realigned, then repaired."""
+    ENCODED = "encoded"
+    """A miss: encoded and stored during this call, then treated like a hit."""
+    DONOR = "donor"
+    """Not stored itself; token-identical spans of a near-duplicate were reused."""
+    PREFILLED = "prefilled"
+    """Computed in this call and not kept as a chunk (text, suffix, or no reuse)."""
+
+
+@dataclass(frozen=True)
+class TextSpan:
+    """A typed piece of the prompt's text, before tokenisation. The spans joined are the prompt, byte for byte."""
+
+    kind: SegmentKind
+    text: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A typed span of the prompt with its own token ids; `start` is the position of its first token."""
+
+    kind: SegmentKind
+    text: str
+    token_ids: tuple[int, ...]
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """What the catalog remembers of a chunk, whether or not its KV is held at the moment.
+
+    `anchor_ids` and the token ids of the chunks named in `neighbours` (content hashes, nearest last), in this
+    order, are the chunk's encoding context. Together with `token_ids` and the model they determine its KV.
+    """
+
+    content_hash: str
+    fingerprint: str
+    namespace: str
+    text: str
+    token_ids: tuple[int, ...]
+    anchor_ids: tuple[int, ...] = ()
+    neighbours: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChunkKV:
+    """Keys and values of consecutive tokens, every layer.
+
+    Layers that share a shape and a rotation are stacked into one group (most models have one group).
+
+    Attributes:
+        keys: one tensor a group, `[num_layers_in_group, num_kv_heads, seq_len, key_head_dim]`; position-free
+            for chunks, at their positions for exact blocks.
+        values: one tensor a group, `[num_layers_in_group, num_kv_heads, seq_len, value_head_dim]`.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def seq_len(self) -> int:
+        return int(self.keys[0].shape[2])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True)
+class StoreEntry:
+    """One stored item, self-describing: everything needed to check that it is the item that was asked for.
+
+    Attributes:
+        key: SHA-256 hex digest (content hash of a chunk or prefix hash of an exact block).
+        namespace, fingerprint: the tenant and the model it belongs to.
+        token_ids: the ids whose KV this is.
+        context_hash: hash of the encoding context (chunk), or the preceding block's prefix hash (exact block).
+        tensors: the payload. Immutable once stored: readers must not write into it.
+        meta: short strings that say how to read the payload (codec, layout) and what was measured (PSNR).
+    """
+
+    key: str
+    namespace: str
+    fingerprint: str
+    token_ids: tuple[int, ...]
+    context_hash: str
+    tensors: Mapping[str, torch.Tensor]
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class EntryCheck:
+    """What a caller of `Store.get` knows about the entry it wants. Anything else is a counted miss, never a hit."""
+
+    namespace: str
+    fingerprint: str
+    token_ids: tuple[int, ...]
+    context_hash: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one call. `input_tokens` = cached + recomputed + prefilled."""
+
+    input_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    prefilled_tokens: int
+    created_tokens: int
+    """Document and prefix tokens whose KV was computed and stored during this call (part of `cached_tokens`
+    for documents: they are used like hits afterwards)."""
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class SegmentReport:
+    """How one segment of the prompt was served."""
+
+    kind: SegmentKind
+    hit: HitKind
+    start: int
+    num_tokens: int
+    num_recomputed_tokens: int = 0
+    content_hash: str | None = None
+    deviation: float | None = None
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What repair did.
+
+    Attributes:
+        strategy: its name.
+        rows: positions of the recomputed document tokens, ascending.
+        recompute_ratio: `len(rows)` / document tokens.
+        deviation_per_chunk: mean deviation of each document segment at the probe layer, where it was measured.
+        rows_per_layer: rows forwarded through each decoder layer in the final pass.
+    """
+
+    strategy: str
+    rows: tuple[int, ...] = ()
+    recompute_ratio: float = 0.0
+    deviation_per_chunk: tuple[float, ...] | None = None
+    rows_per_layer: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Text and everything that is known about how it came about. Holds no tensors.
+
+    `timings_ms` has one entry per stage (`queue_ms`, `segment_ms`, `lookup_ms`, `load_ms`, `encode_ms`, `prefix_ms`,
+    `realign_ms`, `repair_ms`, `suffix_ms`, …); the entries add up to `ttft_ms`.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    reuse: str
+    segments: tuple[SegmentReport, ...]
+    repair: RepairReport
+    timings_ms: Mapping[str, float]
+    ttft_ms: float
+    total_ms: float
+    fallback_reason: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """One piece of a streamed answer; the last one carries the result."""
+
+    delta: str
+    result: GenerationResult | None = None
+
+
+@dataclass(frozen=True)
+class WarmReport:
+    """What a call of `warm` did."""
+
+    num_chunks: int
+    num_encoded: int
+    num_already_stored: int
+    num_failed: int
+    chunk_tokens: int
+    """Tokens of all chunks of the call."""
+    encoded_tokens: int
+    """Tokens forwarded, encoding contexts included."""
+    num_bytes: int
+    """Bytes of KV written by this call."""
+    seconds: float
+    content_hashes: tuple[str, ...] = ()
