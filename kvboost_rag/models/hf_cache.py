@@ -1,0 +1,170 @@
+"""The only file that touches transformers' cache classes.
+
+Three things: a cache that keeps every position (to read chunk KV out of a forward), a cache over a `KVBuffer` (for
+partial forwards and for decoding without a copy), and the name of the forward argument that takes a cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from kvboost_rag.models.kv_buffer import KVBuffer
+
+LayerKV = tuple[torch.Tensor, torch.Tensor]
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """`cache` (transformers ≥ 5.24) or `past_key_values`.
+
+    Raises:
+        ValueError: the model's forward takes no cache.
+    """
+    names = inspect.signature(model.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in names:
+            return name
+    raise ValueError(f"{type(model).__name__}.forward takes no KV cache")
+
+
+def output_cache(output: Any) -> Any:
+    """The cache in a model output, under either name."""
+    cache = getattr(output, "cache", None)
+    return cache if cache is not None else getattr(output, "past_key_values", None)
+
+
+def full_length_cache() -> DynamicCache:
+    """An empty cache that keeps all positions of every layer.
+
+    Built without a config: with one, transformers makes sliding-window layers that forget positions. The window is
+    still applied, by the mask.
+    """
+    return DynamicCache()
+
+
+def layers_of(cache: Cache) -> list[LayerKV]:
+    """Keys and values of every layer, `[batch_size, num_kv_heads, seq_len, head_dim]`.
+
+    Raises:
+        ValueError: a layer holds no keys and values (recurrent or linear attention, or KV shared between layers).
+    """
+    result: list[LayerKV] = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.dim() != 4 or keys.shape[2] == 0:
+            raise ValueError(f"layer {index} keeps no keys and values")
+        result.append((keys, values))
+    return result
+
+
+class KVObserver(Protocol):
+    """Sees fresh keys and values of a partial forward before they replace the assembled ones."""
+
+    def on_kv(self, layer: int, fresh: LayerKV, stored: LayerKV) -> None:
+        """`fresh` and `stored`: keys and values of the rows of this pass, `[1, num_kv_heads, num_rows, head_dim]`."""
+
+
+class BufferLayer(CacheLayerMixin):
+    """One layer of a `BufferCache`."""
+
+    is_sliding = False
+
+    def __init__(self, owner: BufferCache, index: int) -> None:
+        super().__init__()
+        self.owner = owner
+        self.index = index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The buffer is allocated already."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.owner.write(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.visible_length(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.seq_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        raise NotImplementedError("beam search needs a copy of the cache per beam; use num_beams=1")
+
+
+class BufferCache(Cache):
+    """A transformers cache over a `KVBuffer`, without a copy.
+
+    Two modes. *Appending* (as in decoding): new rows go behind `buffer.length`. *Row* mode, between `begin_rows`
+    and `end_rows`: fresh K and V are scattered to the given positions and attention gets the whole prompt.
+    Sliding-window layers keep all positions here too; their window is in the mask that transformers builds.
+    """
+
+    def __init__(self, buffer: KVBuffer) -> None:
+        super().__init__(layers=[BufferLayer(self, i) for i in range(buffer.layout.num_layers)])
+        self.buffer = buffer
+        self.rows_per_layer: list[int] = [0] * buffer.layout.num_layers
+        self._observer: KVObserver | None = None
+        self._rows: torch.Tensor | None = None
+        self._row_length = 0
+
+    @property
+    def seq_length(self) -> int:
+        return self.buffer.length
+
+    def visible_length(self, query_length: int) -> int:
+        return self._row_length if self._rows is not None else self.buffer.length + query_length
+
+    def begin_rows(self, rows: torch.Tensor, prompt_length: int, observer: KVObserver | None = None) -> None:
+        """Scatter the next forward's KV to positions `rows` (`[num_rows]`, ascending) of a prompt of that length."""
+        self._rows, self._row_length, self._observer = rows, prompt_length, observer
+        self.rows_per_layer = [0] * len(self.layers)
+
+    def narrow_rows(self, rows: torch.Tensor) -> None:
+        """From the next layer on, only these rows come."""
+        self._rows = rows
+
+    def end_rows(self) -> None:
+        """Back to appending."""
+        self._rows, self._observer = None, None
+
+    def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put one layer's fresh keys and values where they belong; returns all that attention may see."""
+        if self._rows is None:
+            return self._append(index, keys, values)
+        own_keys, own_values = self.buffer.layer(index)
+        rows = self._rows.to(own_keys.device)
+        if keys.shape[2] != len(rows):
+            raise RuntimeError(f"layer {index} computed {keys.shape[2]} rows where {len(rows)} were expected")
+        if self._observer is not None:
+            stored = own_keys.index_select(2, rows), own_values.index_select(2, rows)
+            self._observer.on_kv(index, (keys, values), stored)
+        own_keys.index_copy_(2, rows, keys)
+        own_values.index_copy_(2, rows, values)
+        self.rows_per_layer[index] = len(rows)
+        return own_keys[:, :, : self._row_length], own_values[:, :, : self._row_length]
+
+    def _append(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        start, end = self.buffer.length, self.buffer.length + keys.shape[2]
+        if end > self.buffer.capacity:
+            self.buffer.grow(max(end, self.buffer.capacity + self.buffer.capacity // 2))
+        own_keys, own_values = self.buffer.layer(index)
+        own_keys[:, :, start:end].copy_(keys)
+        own_values[:, :, start:end].copy_(values)
+        if index == len(self.layers) - 1:
+            self.buffer.length = end
+        return own_keys[:, :, :end], own_values[:, :, :end]
+
+
+def split_batch(layers: Sequence[LayerKV], item: int, start: int, end: int) -> tuple[list[torch.Tensor], ...]:
+    """Keys and values of one batch item's positions `[start, end)`, each `[num_kv_heads, end - start, head_dim]`."""
+    return [k[item, :, start:end] for k, _ in layers], [v[item, :, start:end] for _, v in layers]
