@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+from platformdirs import user_cache_dir
 
 ReuseMode = Literal["blend", "exact", "off"]
 RepairName = Literal["none", "selective", "cacheblend", "query", "sensitivity", "full"]
@@ -216,3 +219,10 @@ def _env_flag(env: Mapping[str, str], name: str) -> bool:
     if value in ("", "0", "false", "no", "off"):
         return False
     raise ConfigError(f"{name}={value!r}: expected 1 or 0")
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Folder for converted models and the default stores: `KVBOOST_CACHE_DIR`, else the user's cache folder."""
+    env = os.environ if environ is None else environ
+    chosen = env.get("KVBOOST_CACHE_DIR")
+    return Path(chosen).expanduser() if chosen else Path(user_cache_dir("kvboost-rag", appauthor=False))
