@@ -1,0 +1,45 @@
+"""Models in GGUF files, loaded by transformers as plain dense models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_gguf_model(path: Path, **load_options: Any) -> PreTrainedModel:
+    """The model in the file at `path`, its weights unpacked unless `load_options` hold another `quantization_config`.
+
+    Packed weights need compiled kernels that most machines lack, and transformers then falls back with a warning.
+    """
+    import transformers
+
+    # Releases before 5.16 know no `GgufConfig`: they always unpack.
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    if "quantization_config" not in load_options and gguf_config is not None:
+        load_options["quantization_config"] = gguf_config(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **load_options)
+    quantization = getattr(model.config, "quantization_config", None)
+    if quantization is None or getattr(quantization, "dequantize", True):
+        forget_quantization(model)
+    return model
+
+
+def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in the file at `path`, with its chat template if the file has one."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+
+
+def forget_quantization(model: PreTrainedModel) -> None:
+    """Remove the marks of quantisation from a model whose weights are all unpacked.
+
+    With them `save_pretrained` refuses, `to(dtype)` refuses, and loading the saved folder would look for the file.
+    """
+    model.hf_quantizer = None
+    for owner, name in ((model, "quantization_method"), (model.config, "quantization_config")):
+        if name in vars(owner):
+            delattr(owner, name)

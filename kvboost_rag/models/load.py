@@ -1,0 +1,205 @@
+"""From a name, a folder, a GGUF file, a bundled model or the caller's own objects to a model ready to serve."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvboost_rag.models.bundled import LoadProgress, ModelLoadError, Progress, bundled_folder
+from kvboost_rag.models.gguf import load_gguf_model, load_gguf_tokenizer
+
+__all__ = ["LoadProgress", "LoadedModel", "ModelLoadError", "end_of_turn_id", "load_model"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode, its tokenizer, and the name it was asked for by.
+
+    `eos_token_ids`: every id that ends an answer: those of the generation config, the model config and the
+    tokenizer, and the token with which the chat template closes an assistant's turn. Ascending.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def load_model(
+    spec: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    dtype: str | torch.dtype | None = None,
+    device_map: Any = None,
+    quantization_config: Any = None,
+    attn_implementation: str | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a decoder-only language model.
+
+    Args:
+        spec: hub id, local folder, path of a `.gguf` file, `bundled:smollm2`, `bundled:gemma3`, or a model object
+            (then `tokenizer` is required and the loading options must be unset; it is put into eval mode).
+        tokenizer: tokenizer object, or where to load it from; default: where the model comes from.
+        dtype: a torch dtype or its name; default: the checkpoint's own.
+        device_map, quantization_config, attn_implementation: handed to `from_pretrained` as they are.
+        progress: called when a step begins.
+
+    Raises:
+        ModelLoadError: nothing to load there; the message says where it looked, or what to install.
+    """
+    options = {
+        "dtype": _dtype(dtype),
+        "device_map": device_map,
+        "quantization_config": quantization_config,
+        "attn_implementation": attn_implementation,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if not isinstance(spec, (str, os.PathLike)):
+        return _held_by_caller(spec, tokenizer, options)
+    name, report = os.fspath(spec), progress or (lambda _: None)
+    source = _resolve(name, report)
+    report(LoadProgress(f"loading {name}", 1, 1))
+    model = _load_weights(name, source, options)
+    loaded_tokenizer = _load_tokenizer(name, source, tokenizer)
+    eos_token_ids = _eos_token_ids(model, loaded_tokenizer)
+    _complete_generation_config(model, loaded_tokenizer, eos_token_ids)
+    model.requires_grad_(False)
+    report(LoadProgress(f"loaded {name}", 2, 1))
+    return LoadedModel(model.eval(), loaded_tokenizer, name, eos_token_ids)
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which the chat template closes an assistant's message, or None.
+
+    Found by rendering one: names and config fields for it differ from model to model, and GGUF files often carry
+    only one of several.
+    """
+    if not tokenizer.chat_template:
+        return None
+    probe = "kvboost"
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": probe}]
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # templates raise what they like; the other sources of ids remain
+        return None
+    _, found, tail = str(rendered).rpartition(probe)
+    if not found:
+        return None
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False)
+    return ids[0] if ids and ids[0] in special else None
+
+
+def _resolve(name: str, report: Progress) -> Path | None:
+    """The local folder or GGUF file that `name` means, or None for a hub id."""
+    if name.startswith("bundled:"):
+        return bundled_folder(name.removeprefix("bundled:"), report)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"no such GGUF file: {path.absolute()}")
+        return path
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        files = sorted(file.name for file in path.glob("*.gguf"))
+        hint = f"; it holds {', '.join(files)}: name the file" if files else ""
+        raise ModelLoadError(f"no config.json in {path.absolute()}{hint}")
+    if path.exists():
+        raise ModelLoadError(f"{path.absolute()} is a file; expected a folder with config.json or a .gguf file")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" and os.sep in name:
+        raise ModelLoadError(f"no such folder: {path.absolute()}")
+    return None
+
+
+def _load_weights(name: str, source: Path | None, options: dict[str, Any]) -> PreTrainedModel:
+    try:
+        if source is not None and source.suffix == ".gguf":
+            return load_gguf_model(source, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(source or name, output_loading_info=True, **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise _load_error(name, source, error) from error
+    if missing := sorted(info["missing_keys"]):
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise ModelLoadError(f"{name} lacks {len(missing)} of the model's weights ({shown}): not a whole checkpoint")
+    return model
+
+
+def _load_tokenizer(
+    name: str, source: Path | None, tokenizer: str | PreTrainedTokenizerBase | None
+) -> PreTrainedTokenizerBase:
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        return tokenizer
+    try:
+        if tokenizer is None and source is not None and source.suffix == ".gguf":
+            return load_gguf_tokenizer(source)
+        return AutoTokenizer.from_pretrained(tokenizer or source or name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _load_error(tokenizer or name, source, error) from error
+
+
+def _load_error(name: str, source: Path | None, error: Exception) -> ModelLoadError:
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if source is not None:
+        return ModelLoadError(f"cannot load {source}: {reason}")
+    offline = " (HF_HUB_OFFLINE is set, so only the local Hugging Face cache was searched)"
+    where = offline if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on") else ""
+    return ModelLoadError(
+        f"cannot load {name!r}: no folder of that name in {Path.cwd()}, and from the Hugging Face hub{where}: {reason}"
+    )
+
+
+def _held_by_caller(model: Any, tokenizer: Any, options: dict[str, Any]) -> LoadedModel:
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise ModelLoadError(f"expected a model name, path or transformers model, got {type(model).__name__}")
+    if tokenizer is None:
+        raise ModelLoadError("a model object comes without its tokenizer: pass tokenizer=")
+    if options:
+        raise ModelLoadError(f"{', '.join(options)}: options of loading, but the model is loaded already")
+    if isinstance(tokenizer, str):
+        tokenizer = _load_tokenizer(tokenizer, None, tokenizer)
+    name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    return LoadedModel(model.eval(), tokenizer, name, _eos_token_ids(model, tokenizer))  # type: ignore[arg-type]
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | str | None:
+    if dtype is None or isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelLoadError(f"dtype={dtype!r}: expected float32, bfloat16, float16 or auto")
+    return found
+
+
+def _eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    generation_config = getattr(model, "generation_config", None)
+    sources = (
+        getattr(generation_config, "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+        end_of_turn_id(tokenizer),
+    )
+    ids: set[int] = set()
+    for source in sources:
+        ids.update(source if isinstance(source, (list, tuple)) else () if source is None else (source,))
+    return tuple(sorted(ids))
+
+
+def _complete_generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...]
+) -> None:
+    """`generate` then stops at every id that ends an answer and never guesses a padding token."""
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    config = model.generation_config
+    if config is None or not eos_token_ids:
+        return
+    config.eos_token_id = list(eos_token_ids)
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
