@@ -1,0 +1,111 @@
+"""Offline, with two kinds of models: tiny random ones of any architecture, and the real bundled one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The environment of the person who runs the tests must not change what they test.
+for name in [name for name in os.environ if name.startswith("KVBOOST_") and name != "KVBOOST_CACHE_DIR"]:
+    del os.environ[name]
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvboost_rag.models.load import LoadedModel
+
+TinyModel = Callable[..., "LoadedModel"]
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TRAINING_TEXT = [
+    "The store holds keys and values of every document that was encoded when the index was built.",
+    "A question is answered from the documents in front of it; the first token comes soon.",
+    "def rotate(keys, positions):\n    return keys * cos(positions) + half(keys) * sin(positions)\n",
+    "You are a helpful assistant. Answer from the documents. system user assistant",
+]
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """Byte-level BPE of 384 tokens with a ChatML template: any text encodes, and decodes to itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    bos, turn, end = SPECIAL_TOKENS
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=turn, eos_token=end, pad_token=end, unk_token=bos
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_tokenizer: PreTrainedTokenizerBase) -> TinyModel:
+    """`tiny_model("llama", num_hidden_layers=3, …)`: a fresh random model, the same weights for the same arguments.
+
+    `attn_implementation` and `dtype` are taken out of the keywords; the others go into the model's config.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kvboost_rag.models.load import load_model
+
+    def build(model_type: str = "llama", **config_fields: Any) -> LoadedModel:
+        attention = config_fields.pop("attn_implementation", "sdpa")
+        dtype = config_fields.pop("dtype", torch.float32)
+        fields = {
+            "vocab_size": 384,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 2048,
+            "bos_token_id": tiny_tokenizer.bos_token_id,
+            "eos_token_id": tiny_tokenizer.eos_token_id,
+            "pad_token_id": tiny_tokenizer.pad_token_id,
+            # Wider than usual: attention that is not flat, logits that are not ties.
+            "initializer_range": 0.1,
+        }
+        config = AutoConfig.for_model(model_type, **{**fields, **config_fields})
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        return load_model(model, tokenizer=tiny_tokenizer)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LoadedModel:
+    """SmolLM2-135M-Instruct in float32, converted into the user's cache at first use (about 25 seconds)."""
+    import torch
+
+    from kvboost_rag.models.load import ModelLoadError, load_model
+
+    try:
+        return load_model("bundled:smollm2", dtype=torch.float32)
+    except ModelLoadError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
