@@ -91,7 +91,7 @@ def tiny_model(tiny_tokenizer: PreTrainedTokenizerBase) -> TinyModel:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        return load_model(model, tokenizer=tiny_tokenizer)
+        return load_model(model.requires_grad_(False), tokenizer=tiny_tokenizer)
 
     return build
 
