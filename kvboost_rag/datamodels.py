@@ -37,10 +37,14 @@ class HitKind(str, Enum):
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A typed piece of the prompt's text, before tokenisation. The spans joined are the prompt, byte for byte."""
+    """A typed piece of the prompt's text, before tokenisation. The spans joined are the prompt, byte for byte.
+
+    `key` is what the matched text was registered under (`KnownTexts.add`); None for text that is no known document.
+    """
 
     kind: SegmentKind
     text: str
+    key: str | None = None
 
 
 @dataclass(frozen=True)
