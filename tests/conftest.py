@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The environment of the person who runs the tests must not change what they test.
 for name in [name for name in os.environ if name.startswith("KVBOOST_") and name != "KVBOOST_CACHE_DIR"]:
     del os.environ[name]
-
-import pytest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,13 +19,10 @@ from pathlib import Path
 from filelock import FileLock
 
 from kvboost_rag.config import cache_dir
+from kvboost_rag.models.errors import ModelLoadError
 
 FORMAT = 1
 STAMP = "kvboost.json"
-
-
-class ModelLoadError(ValueError):
-    """A model cannot be loaded. The message says where it was looked for and what to install or change."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +200,7 @@ def _is_current(folder: Path, bundled: BundledModel) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     installed = _version(bundled)
-    return (
-        stamp.get("format") == FORMAT and sizes == stamp["files"] and installed in (None, stamp.get("version"))
-    )
+    return stamp.get("format") == FORMAT and sizes == stamp["files"] and installed in (None, stamp.get("version"))
 
 
 def _version(bundled: BundledModel) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvboost_rag.models.errors import ModelLoadError, reason
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +15,9 @@ def load_gguf_model(path: Path, **load_options: Any) -> PreTrainedModel:
     """The model in the file at `path`, its weights unpacked unless `load_options` hold another `quantization_config`.
 
     Packed weights need compiled kernels that most machines lack, and transformers then falls back with a warning.
+
+    Raises:
+        ModelLoadError: the file is damaged, or its architecture is not known.
     """
     import transformers
 
@@ -20,7 +25,10 @@ def load_gguf_model(path: Path, **load_options: Any) -> PreTrainedModel:
     gguf_config = getattr(transformers, "GgufConfig", None)
     if "quantization_config" not in load_options and gguf_config is not None:
         load_options["quantization_config"] = gguf_config(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **load_options)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **load_options)
+    except Exception as error:  # readers of the format raise whatever they meet
+        raise ModelLoadError(f"cannot load {path}: {reason(error)}") from error
     quantization = getattr(model.config, "quantization_config", None)
     if quantization is None or getattr(quantization, "dequantize", True):
         forget_quantization(model)
@@ -31,7 +39,10 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in the file at `path`, with its chat template if the file has one."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    try:
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:
+        raise ModelLoadError(f"cannot load the tokenizer in {path}: {reason(error)}; pass tokenizer=") from error
 
 
 def forget_quantization(model: PreTrainedModel) -> None:

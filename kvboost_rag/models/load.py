@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvboost_rag.models.bundled import LoadProgress, ModelLoadError, Progress, bundled_folder
+from kvboost_rag.models.bundled import LoadProgress, Progress, bundled_folder
+from kvboost_rag.models.errors import ModelLoadError, reason
 from kvboost_rag.models.gguf import load_gguf_model, load_gguf_tokenizer
 
 __all__ = ["LoadProgress", "LoadedModel", "ModelLoadError", "end_of_turn_id", "load_model"]
@@ -113,17 +114,17 @@ def _resolve(name: str, report: Progress) -> Path | None:
         raise ModelLoadError(f"no config.json in {path.absolute()}{hint}")
     if path.exists():
         raise ModelLoadError(f"{path.absolute()} is a file; expected a folder with config.json or a .gguf file")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" and os.sep in name:
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or (os.sep == "\\" and os.sep in name):
         raise ModelLoadError(f"no such folder: {path.absolute()}")
     return None
 
 
 def _load_weights(name: str, source: Path | None, options: dict[str, Any]) -> PreTrainedModel:
+    if source is not None and source.suffix == ".gguf":
+        return load_gguf_model(source, **options)
     try:
-        if source is not None and source.suffix == ".gguf":
-            return load_gguf_model(source, **options)
         model, info = AutoModelForCausalLM.from_pretrained(source or name, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except Exception as error:  # damaged files, unknown architectures and missing back ends raise what they like
         raise _load_error(name, source, error) from error
     if missing := sorted(info["missing_keys"]):
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
@@ -136,22 +137,22 @@ def _load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     if tokenizer is not None and not isinstance(tokenizer, str):
         return tokenizer
+    if tokenizer is None and source is not None and source.suffix == ".gguf":
+        return load_gguf_tokenizer(source)
     try:
-        if tokenizer is None and source is not None and source.suffix == ".gguf":
-            return load_gguf_tokenizer(source)
         return AutoTokenizer.from_pretrained(tokenizer or source or name)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:
         raise _load_error(tokenizer or name, source, error) from error
 
 
 def _load_error(name: str, source: Path | None, error: Exception) -> ModelLoadError:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if source is not None:
-        return ModelLoadError(f"cannot load {source}: {reason}")
+        return ModelLoadError(f"cannot load {source}: {reason(error)}")
     offline = " (HF_HUB_OFFLINE is set, so only the local Hugging Face cache was searched)"
     where = offline if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on") else ""
     return ModelLoadError(
-        f"cannot load {name!r}: no folder of that name in {Path.cwd()}, and from the Hugging Face hub{where}: {reason}"
+        f"cannot load {name!r}: no folder of that name in {Path.cwd()}, "
+        f"and from the Hugging Face hub{where}: {reason(error)}"
     )
 
 
