@@ -1,0 +1,35 @@
+# Two commands do everything on a machine with python3 (3.10 or newer) and make: `make demo` and `make test`.
+
+BIN := .venv/bin
+SOURCES := kvboost_rag kernels integrations tests examples benchmarks
+
+.PHONY: demo test check format bench setup clean
+
+demo: ## Index a corpus, ask three questions, compare full prefill with reuse
+	@scripts/setup.sh run
+	@$(BIN)/kvboost-rag demo
+
+test: ## The whole test suite, offline
+	@scripts/setup.sh dev
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: ## Linter, formatter and types
+	@scripts/setup.sh dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: ## Apply what `check` asks for, where it can be applied
+	@scripts/setup.sh dev
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: ## Time to first token by full prefill and by reuse (BENCH_ARGS are handed on)
+	@scripts/setup.sh dev
+	$(BIN)/python benchmarks/ttft.py $(BENCH_ARGS)
+
+setup: ## Only make .venv with everything
+	@scripts/setup.sh dev
+
+clean: ## Remove .venv and what the tools left
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
