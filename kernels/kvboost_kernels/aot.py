@@ -1,0 +1,161 @@
+"""Compile every kernel ahead of time, without a GPU, and print what each needs: `python -m kvboost_kernels.aot`.
+
+What is compiled is what is launched: the `Launch` objects of the ops' own planning functions, specialised on strides
+and alignment as Triton's launcher does it. A kernel that spills registers is a failure (exit status 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvboost_kernels.aot_cases import cases
+from kvboost_kernels.dispatch import Launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel needs. `spills`: instructions that touch thread-local memory (NVIDIA, from the SASS),
+    or spilled registers (AMD, from the code object's metadata). `vector_bits`: widest global load."""
+
+    case: str
+    target: str
+    kernel: str
+    registers: int
+    shared_bytes: int
+    spills: int
+    vector_bits: int
+    num_warps: int
+
+
+def compile_launch(launch: Launch, target: GPUTarget) -> Any:
+    """The compiled kernel (`asm` holds every stage) for `launch` on `target`; needs no GPU."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.args[parameter.name]
+        kind, divisible = ("constexpr", False) if parameter.is_constexpr else _specialise(value)
+        signature[parameter.name] = kind
+        if kind == "constexpr":
+            constants[parameter.name] = value
+        if divisible:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    return triton.compile(ASTSource(launch.kernel, signature, constants, attributes), target=target, options=options)
+
+
+def _specialise(value: Any) -> tuple[str, bool]:
+    """Type and divisibility by 16 of an argument, by the rules of Triton's launcher."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+        return "constexpr", False
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype], value.data_ptr() % 16 == 0
+    if isinstance(value, float):
+        return "fp32", False
+    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+
+
+def usage(case: str, target_name: str, launch: Launch) -> Usage:
+    """Compile `launch` for a target and read the resources it needs from the binary."""
+    compiled = compile_launch(launch, TARGETS[target_name])
+    read = _read_amd if TARGETS[target_name].backend == "hip" else _read_nvidia
+    registers, spills, vector_bits = read(compiled)
+    shared = compiled.metadata.shared
+    return Usage(case, target_name, launch.kernel.__name__, registers, shared, spills, vector_bits, launch.num_warps)
+
+
+def _read_nvidia(compiled: Any) -> tuple[int, int, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(compiled.asm["cubin"])
+        resources, sass = _cuobjdump("-res-usage", path), _cuobjdump("-sass", path)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", resources)
+    if found is None:
+        raise RuntimeError(f"cuobjdump gave no resource usage:\n{resources}")
+    local = len(re.findall(r"\b(?:LDL|STL)\b", sass))
+    loads = [int(bits or 32) for bits in re.findall(r"\b(?:LDG|LDGSTS)\.E(?:\.BYPASS|\.LTC128B|\.CONSTANT)*\.?(64|128)?\b", sass)]
+    return int(found[1]), max(local, int(found[2])), max(loads, default=0)
+
+
+def _cuobjdump(flag: str, path: Path) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, flag, path], check=True, capture_output=True, text=True).stdout
+
+
+def _read_amd(compiled: Any) -> tuple[int, int, int]:
+    text = compiled.asm["amdgcn"]
+    vgpr, agpr, vector_spills, scalar_spills, scratch = (
+        int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # type: ignore[index]
+        for name in ("vgpr_count", "agpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+    )
+    loads = [32 * int(n or 1) for n in re.findall(r"\b(?:global|buffer)_load_dword(?:x(\d))?\b", text)]
+    return vgpr + agpr, vector_spills + scalar_spills + scratch, max(loads, default=0)
+
+
+def table(rows: Sequence[Usage]) -> str:
+    """Markdown, one line a case and kernel, one group of columns a target."""
+    names = list(dict.fromkeys(r.target for r in rows))
+    lines = ["| case | kernel | warps | " + " | ".join(f"{n}: registers, shared, load, spills" for n in names) + " |"]
+    lines.append("|---" * (3 + len(names)) + "|")
+    grouped: dict[tuple[str, str, int], dict[str, Usage]] = {}
+    for row in rows:
+        grouped.setdefault((row.case, row.kernel, row.num_warps), {})[row.target] = row
+    for (case, kernel, warps), found in grouped.items():
+        cells = [
+            f"{u.registers}, {u.shared_bytes / 1024:g} KiB, {u.vector_bits} bit, {u.spills}"
+            for u in (found[n] for n in names)
+        ]
+        lines.append(f"| {case} | `{kernel}` | {warps} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
+    parser.add_argument("--case", help="only cases whose name contains this")
+    parser.add_argument("--json", action="store_true", help="one JSON list instead of the table")
+    options = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        parser.error("unset TRITON_INTERPRET: under the interpreter nothing is compiled")
+    rows = [
+        usage(name, target, launch)
+        for name, launches in cases().items()
+        if options.case is None or options.case in name
+        for launch in launches
+        for target in options.target or TARGETS
+    ]
+    print(json.dumps([asdict(r) for r in rows]) if options.json else f"{table(rows)}\n\nTriton {triton.__version__}")
+    return 1 if any(r.spills for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
