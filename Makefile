@@ -1,7 +1,6 @@
 # Two commands do everything on a machine with python3 (3.10 or newer) and make: `make demo` and `make test`.
 
 BIN := .venv/bin
-SOURCES := kvboost_rag kernels integrations tests examples benchmarks
 
 .PHONY: demo test check format bench setup clean
 
@@ -15,14 +14,14 @@ test: ## The whole test suite, offline
 
 check: ## Linter, formatter and types
 	@scripts/setup.sh dev
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 format: ## Apply what `check` asks for, where it can be applied
 	@scripts/setup.sh dev
-	$(BIN)/ruff check --fix $(SOURCES)
-	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 bench: ## Time to first token by full prefill and by reuse (BENCH_ARGS are handed on)
 	@scripts/setup.sh dev

@@ -1,0 +1,136 @@
+"""Texts to warm: files and folders, and a corpus that every Python carries with it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pydoc
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PYDOC_MODULES = (
+    "bisect",
+    "cmd",
+    "copy",
+    "csv",
+    "fnmatch",
+    "functools",
+    "getpass",
+    "glob",
+    "heapq",
+    "linecache",
+    "pprint",
+    "sched",
+    "shlex",
+    "statistics",
+    "string",
+    "textwrap",
+    "timeit",
+)
+"""Standard modules whose import does nothing; about a hundred chunks of 256 tokens together."""
+
+SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "venv", "site-packages", "build", "dist"})
+"""Folders that hold no documents. Hidden ones are left out as well."""
+
+LEFT_OUT = ("FILE\n", "MODULE REFERENCE\n", "MODULE DOCS\n")
+"""Sections of a reference text that differ between machines or say nothing."""
+
+MAX_FILE_BYTES = 16 * 2**20
+
+
+class CorpusError(ValueError):
+    """A path that was named cannot be read as text. The message names it."""
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """A text and where it comes from: a path, or `pydoc:` and a module's name."""
+
+    source: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What was read, in a fixed order, and what was found in folders but left out, with the reason."""
+
+    texts: tuple[SourceText, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+def read_paths(paths: Iterable[str | Path]) -> Corpus:
+    """Read files, and all text files below folders: whatever decodes as UTF-8 and holds no NUL byte.
+
+    Sources are absolute paths, so that warming from another folder finds the same ones. Links to folders are not
+    followed; a file reached twice is read once.
+
+    Raises:
+        CorpusError: a path does not exist, or a file that was named itself (not found in a folder) is not text.
+    """
+    texts: dict[str, SourceText] = {}
+    skipped: dict[str, str] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise CorpusError(f"no such file or folder: {path.absolute()}")
+        for file in [path] if path.is_file() else _files_below(path):
+            source = os.path.realpath(file)
+            if source in texts or source in skipped:
+                continue
+            text, fault = _read(file)
+            if fault is None:
+                texts[source] = SourceText(source, text)
+            elif path.is_file():
+                raise CorpusError(f"{path.absolute()} {fault}")
+            else:
+                skipped[source] = fault
+    return Corpus(tuple(texts.values()), tuple(skipped.items()))
+
+
+def pydoc_corpus(modules: Sequence[str] = PYDOC_MODULES) -> Corpus:
+    """Reference texts of modules as `pydoc` renders them: real text on every machine, the same on each run.
+
+    Left out is what differs between machines or says nothing: where the file lies, the notice on generated
+    documentation, addresses of objects.
+    """
+    return Corpus(tuple(SourceText(f"pydoc:{name}", _reference_text(name)) for name in modules))
+
+
+def _reference_text(name: str) -> str:
+    rendered: str = pydoc.plaintext.document(importlib.import_module(name))  # type: ignore[attr-defined]
+    # Renderers for terminals strike a character over itself to make it bold.
+    rendered = re.sub(r".\x08", "", rendered)
+    rendered = re.sub(r" at 0x[0-9A-Fa-f]+", "", rendered)
+    sections = re.split(r"^(?=[A-Z][A-Z ]*$)", rendered, flags=re.MULTILINE)
+    kept = [
+        section for section in sections if not section.startswith(("FILE\n", "MODULE REFERENCE\n", "MODULE DOCS\n"))
+    ]
+    lines = (line.rstrip() for line in "".join(kept).splitlines())
+    return "\n".join(lines).strip() + "\n"
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for base, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        yield from (Path(base) / name for name in sorted(files) if not name.startswith("."))
+
+
+def _read(file: Path) -> tuple[str, str | None]:
+    """The file's text, or why it is not one."""
+    try:
+        if not file.is_file():
+            return "", "is not a regular file"
+        size = file.stat().st_size
+        if size > MAX_FILE_BYTES:
+            return "", f"is larger than {MAX_FILE_BYTES >> 20} MiB ({size:,} bytes): split it"
+        raw = file.read_bytes()
+    except OSError as error:
+        return "", f"cannot be read: {error.strerror}"
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return "", "is not UTF-8 text"
+    if "\0" in text:
+        return "", "holds binary data"
+    return (text, None) if text.strip() else ("", "is empty")
