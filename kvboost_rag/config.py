@@ -62,7 +62,9 @@ class ReuseConfig:
         _check_range("deviation_threshold", self.deviation_threshold, 0.0, None)
         _check_range("tau_reuse", self.tau_reuse, 0.0, None)
         _check_range("tau_recompute", self.tau_recompute, self.tau_reuse, None)
-        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0):
+        if self.top_k is not None and (
+            isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0
+        ):
             raise ConfigError(f"top_k={self.top_k!r}: expected a whole number of rows per chunk, 0 or more")
         if not isinstance(self.namespace, str):
             raise ConfigError(f"namespace={self.namespace!r}: expected a string")

@@ -172,9 +172,7 @@ def _forward(model: PreTrainedModel, ids: torch.Tensor, start: int) -> tuple[tor
     return output.logits[0, -1], layers
 
 
-def _check_values(
-    base: Sequence[hf_cache.LayerKV], shifted: Sequence[hf_cache.LayerKV], tolerance: Tolerance
-) -> float:
+def _check_values(base: Sequence[hf_cache.LayerKV], shifted: Sequence[hf_cache.LayerKV], tolerance: Tolerance) -> float:
     worst = 0.0
     for index, ((_, a), (_, b)) in enumerate(zip(base, shifted, strict=True)):
         error = relative_l2(b, a)
@@ -235,9 +233,7 @@ def _rotation_error(rotation: Rotation | None, keys: torch.Tensor, moved: torch.
     return relative_l2(moved, expected)
 
 
-def _layout(
-    base: Sequence[hf_cache.LayerKV], rotations: Sequence[Rotation | None], dtype: torch.dtype
-) -> KVLayout:
+def _layout(base: Sequence[hf_cache.LayerKV], rotations: Sequence[Rotation | None], dtype: torch.dtype) -> KVLayout:
     groups: list[LayerGroup] = []
     for index, ((keys, values), rotation) in enumerate(zip(base, rotations, strict=True)):
         shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.device)

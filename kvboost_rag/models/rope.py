@@ -119,9 +119,7 @@ class Rotation:
             return rotated[..., : self.rotary_dim // 2], rotated[..., self.rotary_dim // 2 :]
         return rotated[..., 0::2], rotated[..., 1::2]
 
-    def rotate_into(
-        self, out: torch.Tensor, keys: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Write `keys` rotated by `tables` into `out`; float32 arithmetic, one rounding to `out`'s dtype.
 
         Args:

@@ -1,0 +1,78 @@
+"""Tokens (and an encoding context) to chunk KV."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_rag.datamodels import ChunkKV
+from kvboost_rag.models import hf_cache
+from kvboost_rag.models.kv_buffer import KVLayout
+from kvboost_rag.realign import PositionTables, position_free
+
+
+@dataclass(frozen=True)
+class EncodingJob:
+    """A chunk's tokens and the tokens in front of it while it is encoded (dropped afterwards)."""
+
+    token_ids: tuple[int, ...]
+    context_ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.context_ids) + len(self.token_ids)
+
+
+class Encoder:
+    """Computes chunk KV as a pure function of (chunk tokens, encoding context, model).
+
+    Encoding a chunk behind similar chunks of its corpus follows FusionRAG (2025); we keep the context's tokens in
+    the catalog, so that a chunk that was evicted comes back bit-identical.
+
+    `encode` runs one chunk a forward, which makes the result independent of what else is encoded. `encode_batch`
+    with more than one job gives that up: matrix kernels round differently at other batch shapes, so a chunk encoded
+    again alone differs in the last bits, and a cold answer may differ from a warm one by as much.
+    """
+
+    def __init__(self, model: PreTrainedModel, layout: KVLayout) -> None:
+        self.model = model
+        self.layout = layout
+        self._cache_name = hf_cache.cache_argument(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    def encode(self, job: EncodingJob) -> ChunkKV:
+        """Position-free KV of the job's chunk, keys `[num_layers_in_group, num_kv_heads, seq_len, key_head_dim]`.
+
+        Raises:
+            ValueError: the chunk has no tokens.
+        """
+        return self.encode_batch([job])[0]
+
+    @torch.no_grad()
+    def encode_batch(self, jobs: Sequence[EncodingJob]) -> list[ChunkKV]:
+        """Several jobs in one forward, padded on the right, where causal attention cannot see the padding."""
+        if any(not job.token_ids for job in jobs):
+            raise ValueError("a chunk without tokens cannot be encoded")
+        longest = max(job.num_tokens for job in jobs)
+        rows = [[*job.context_ids, *job.token_ids] + [job.token_ids[-1]] * (longest - job.num_tokens) for job in jobs]
+        kwargs: dict[str, Any] = {self._cache_name: hf_cache.full_length_cache()}
+        if self._keeps_logits:
+            kwargs["logits_to_keep"] = 1
+        output = self.model(input_ids=torch.tensor(rows, device=self.device), use_cache=True, **kwargs)
+        layers = hf_cache.layers_of(hf_cache.output_cache(output))
+        tables = PositionTables.of(self.layout, longest)
+        return [self._cut(layers, i, job, tables) for i, job in enumerate(jobs)]
+
+    def _cut(self, layers: list[hf_cache.LayerKV], item: int, job: EncodingJob, tables: PositionTables) -> ChunkKV:
+        start = len(job.context_ids)
+        keys, values = hf_cache.split_batch(layers, item, start, job.num_tokens)
+        return position_free(self.layout.stack(keys, values), self.layout, start, tables)

@@ -1,0 +1,362 @@
+"""KVBoost: the stages in order, nothing else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvboost_rag.chunk_keys import model_fingerprint
+from kvboost_rag.config import ConfigError, GenerationParams, ResolvedConfig, ReuseConfig
+from kvboost_rag.datamodels import GenerationResult, StreamEvent, WarmReport
+from kvboost_rag.decode import ContextOverflowError, Decoder
+from kvboost_rag.encode import Encoder
+from kvboost_rag.library import ChunkIdentity, ChunkLibrary
+from kvboost_rag.lookup import LocatedPrompt, Messages, document_texts, locate
+from kvboost_rag.models.load import LoadedModel, load_model
+from kvboost_rag.models.probe import ProbeReport, probe
+from kvboost_rag.pipeline import Pipeline, Prepared, plain
+from kvboost_rag.prefix_cache import PrefixCache
+from kvboost_rag.prompt_tokens import PromptTokens
+from kvboost_rag.repair import STRATEGIES, RepairStrategy
+from kvboost_rag.report import Outcome, build_result
+from kvboost_rag.stores import Store, open_store
+from kvboost_rag.timing import StageClock
+from kvboost_rag.warm import WarmProgress, register_documents, warm
+from kvboost_rag.worker import Stream, Worker
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of `generate` or `stream`, with every choice made."""
+
+    prompt: str | Messages
+    documents: list[str]
+    params: GenerationParams
+    config: ResolvedConfig
+    strategy: RepairStrategy
+    template: dict[str, Any]
+    started: float
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was made. `fallbacks` by reason; `bytes_held` by tier."""
+
+    requests: int
+    fallbacks: dict[str, int]
+    store_lookups: int
+    store_hits: int
+    store_misses: int
+    rejected: dict[str, int]
+    evictions: dict[str, int]
+    bytes_held: dict[str, int]
+    num_chunks_known: int
+
+
+class KVBoost:
+    """Answers prompts on a local model, taking documents' KV from a store.
+
+    Args:
+        loaded: model and tokenizer (`from_pretrained` loads them).
+        store: a `Store`, a folder (memory over disk), or None for memory only.
+        config: defaults of every call; keywords of a call beat them.
+        anchor: text in front of each chunk while it is encoded; `auto` is the chat template's head up to a user
+            message's content, or BOS where there is no template; the empty string is no anchor.
+        block_tokens: block length of the exact path.
+
+    A model that the probe refuses is served by plain prefill; `engine.probe.reason` says why. One worker thread
+    serves all callers in turn; every method may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        store: Any = None,
+        config: ReuseConfig | None = None,
+        anchor: str = "auto",
+        block_tokens: int = 128,
+    ) -> None:
+        self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        self.config = config or ReuseConfig()
+        self.tokens = PromptTokens(self.tokenizer)
+        self.probe: ProbeReport = probe(self.model)
+        self.store: Store = open_store(store)
+        self._counts: Counter[str] = Counter()
+        self._decoder = Decoder(self.model, self.tokens, loaded.eos_token_ids)
+        self._worker = Worker(f"kvboost-{self.name}")
+        fingerprint = model_fingerprint(self.model, self.tokenizer)
+        identity = ChunkIdentity(fingerprint, self._anchor_ids(anchor), self._reuse_limit)
+        encoder = Encoder(self.model, self.probe.layout) if self.probe.layout is not None else None
+        self.library = ChunkLibrary(self.store, encoder, self.tokens, identity)
+        self._pipeline: Pipeline | None = None
+        if self.probe.layout is None:
+            logger.warning("%s is served by plain prefill: %s", self.name, self.probe.reason)
+        else:
+            prefixes = PrefixCache(self.store, self.model, fingerprint, block_tokens)
+            self._pipeline = Pipeline(self.model, self.probe.layout, self.library, prefixes)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: Any,
+        *,
+        store: Any = None,
+        config: ReuseConfig | None = None,
+        anchor: str = "auto",
+        block_tokens: int = 128,
+        **load: Any,
+    ) -> KVBoost:
+        """Load a model and make an engine of it; `model` and `load` are those of `models.load.load_model`."""
+        return cls(load_model(model, **load), store=store, config=config, anchor=anchor, block_tokens=block_tokens)
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens that prompt and answer may have together, or None where the model does not say."""
+        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    @property
+    def _reuse_limit(self) -> int | None:
+        limits = [n for n in (self.context_tokens, self.probe.max_positions) if n is not None]
+        return min(limits, default=None)
+
+    def _anchor_ids(self, anchor: str) -> tuple[int, ...]:
+        if anchor == "":
+            return ()
+        return self.tokens.default_anchor_ids(None if anchor == "auto" else anchor)
+
+    def warm(
+        self,
+        documents: Sequence[Any],
+        *,
+        neighbours: Sequence[Sequence[str]] | None = None,
+        namespace: str | None = None,
+        progress: Callable[[WarmProgress], None] | None = None,
+    ) -> WarmReport:
+        """Compute and store the KV of documents; those already stored cost nothing.
+
+        Args:
+            documents: chunk texts (or objects with `page_content` or `text`).
+            neighbours: for each document the texts to encode it behind, nearest last.
+            namespace: tenant; default: the config's.
+            progress: called after each chunk.
+
+        Raises:
+            TypeError, ValueError: a document that cannot be a chunk; nothing has been encoded then.
+        """
+        texts = document_texts(documents)
+        tenant = self.config.namespace if namespace is None else namespace
+        if self._pipeline is None:
+            logger.warning("nothing was warmed: %s", self.probe.reason)
+            return WarmReport(len(texts), 0, 0, len(texts), 0, 0, 0, 0.0)
+        records = register_documents(self.library, texts, neighbours, tenant)
+        return self._worker.submit(lambda: warm(self.library, records, progress)).result()
+
+    def generate(self, prompt: str | Messages, **options: Any) -> GenerationResult:
+        """Answer a prompt; see `stream` for the options.
+
+        Returns:
+            The whole answer and how it came about.
+        """
+        result = None
+        for event in self.stream(prompt, **options):
+            result = event.result
+        if result is None:
+            raise RuntimeError("the request ended without a result")
+        return result
+
+    def stream(
+        self,
+        prompt: str | Messages,
+        *,
+        documents: Sequence[Any] | None = None,
+        params: GenerationParams | None = None,
+        repair: str | RepairStrategy | None = None,
+        template: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> Iterator[StreamEvent]:
+        """Answer a prompt piece by piece. Closing the iterator stops the generation.
+
+        Args:
+            prompt: text, or chat messages (`[{"role": …, "content": …}]`) for the tokenizer's chat template.
+            documents: texts that may stand in the prompt and are to be reused, indexed or not; they add no text.
+            params: decoding parameters.
+            repair: name of a strategy, or a strategy with parameters of its own.
+            template: arguments for the chat template (`tools`, …).
+            config: fields of `ReuseConfig` for this call (`reuse`, `recompute_ratio`, `namespace`, …).
+
+        Yields:
+            Text deltas; the last event carries the result.
+
+        Raises:
+            TypeError, ValueError: bad input, before any work starts; `ContextOverflowError` if the prompt is too long.
+        """
+        request = self._request(prompt, documents, params, repair, template, **config)
+        return iter(Stream(self._worker, lambda emit, cancelled: self._serve(request, emit, cancelled)))
+
+    def _request(
+        self,
+        prompt: str | Messages,
+        documents: Sequence[Any] | None = None,
+        params: GenerationParams | None = None,
+        repair: str | RepairStrategy | None = None,
+        template: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> Request:
+        started = time.perf_counter()
+        strategy = repair if isinstance(repair, RepairStrategy) else None
+        name = strategy.name if strategy is not None else repair
+        resolved = self.config.override(repair=name, **config).resolve()
+        if strategy is None:
+            if resolved.repair not in STRATEGIES:
+                raise ConfigError(f"repair={resolved.repair!r} is not available; known: {', '.join(STRATEGIES)}")
+            strategy = STRATEGIES[resolved.repair]()
+        return Request(
+            prompt, document_texts(documents), params or GenerationParams(), resolved, strategy, template or {}, started
+        )
+
+    def _serve(self, request: Request, emit: Callable[[StreamEvent], None], cancelled: threading.Event) -> None:
+        """All stages of one request, in the worker."""
+        clock = StageClock(request.started, self.model.device.type)
+        self._counts["requests"] += 1
+        located = self._locate(request)
+        clock.lap("segment_ms")
+        room = self._room(len(located.token_ids), request.params)
+        prepared = self._prepare(located, request, room, clock)
+        outcome = self._decode(located, prepared, request, (emit, cancelled), clock)
+        emit(StreamEvent("", build_result(outcome)))
+
+    def _locate(self, request: Request) -> LocatedPrompt:
+        register = self._pipeline is not None and request.config.reuse != "off"
+        return locate(
+            self.library, request.prompt, request.documents, request.config.namespace, register, request.template
+        )
+
+    def _room(self, prompt_tokens: int, params: GenerationParams) -> int:
+        """Tokens that the answer may have."""
+        limit = self.context_tokens
+        if limit is None:
+            return params.max_new_tokens
+        if prompt_tokens >= limit:
+            raise ContextOverflowError(prompt_tokens, limit)
+        return min(params.max_new_tokens, limit - prompt_tokens)
+
+    def _prepare(self, located: LocatedPrompt, request: Request, room: int, clock: StageClock) -> Prepared:
+        """Lookup, load, realign, repair; plain prefill where there is nothing to reuse or something fails."""
+        config, pipeline = request.config, self._pipeline
+        if pipeline is None or config.reuse == "off":
+            return plain(self.model, located)
+        limit = self.probe.max_positions
+        if limit is not None and len(located.token_ids) + room > limit:
+            return plain(self.model, located, f"the model's RoPE is constant up to {limit} positions only")
+        try:
+            if config.reuse == "exact":
+                return pipeline.exact(located, config.namespace, room, clock)
+            if not located.documents:
+                return plain(self.model, located)
+            return pipeline.blend(located, config, request.strategy, room, clock)
+        except Exception as error:
+            return plain(self.model, located, self._fault(error, config))
+
+    def _decode(
+        self,
+        located: LocatedPrompt,
+        prepared: Prepared,
+        request: Request,
+        channel: tuple[Callable[[StreamEvent], None], threading.Event],
+        clock: StageClock,
+    ) -> Outcome:
+        """Generate; a fault before the first token is answered by plain prefill."""
+        emit, cancelled = channel
+
+        def run(start: Prepared) -> Outcome:
+            decoded, rows = self._decoder.run(
+                start.start,
+                request.params,
+                lambda text: emit(StreamEvent(text)),
+                clock.first_token,
+                cancelled,
+            )
+            return Outcome(located, start, rows, decoded, clock)
+
+        try:
+            return run(prepared)
+        except Exception as error:
+            if prepared.start.cache is None or clock.ttft_ms is not None or isinstance(error, ConfigError):
+                raise
+            return run(plain(self.model, located, self._fault(error, request.config)))
+
+    def _fault(self, error: Exception, config: ResolvedConfig) -> str:
+        """Count a fault in reuse and log it, once a kind; re-raises in strict mode."""
+        if config.strict:
+            raise error
+        reason = f"{type(error).__name__}: {error}"
+        name = f"fallback:{type(error).__name__}"
+        if not self._counts[name]:
+            logger.warning("reuse failed, the request is served by plain prefill: %s", reason, exc_info=error)
+        self._counts[name] += 1
+        return reason
+
+    def logits(self, prompt: str | Messages, continuation: Sequence[int] = (), **options: Any) -> torch.Tensor:
+        """Logits behind the prompt and behind each token of a given continuation: how far reuse is from full prefill.
+
+        Args:
+            prompt, options: as in `stream`.
+            continuation: token ids, teacher-forced.
+
+        Returns:
+            Float32 `[len(continuation) + 1, vocab_size]`.
+        """
+        request = self._request(prompt, **options)
+
+        def score() -> torch.Tensor:
+            located = self._locate(request)
+            self._room(len(located.token_ids) + len(continuation), request.params)
+            clock = StageClock(request.started, self.model.device.type)
+            prepared = self._prepare(located, request, max(1, len(continuation)), clock)
+            return self._decoder.score(prepared.start, continuation)
+
+        return self._worker.submit(score).result()
+
+    def evict(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
+        """Forget documents: their KV in every tier and their text. Returns how many were known."""
+        tenant = self.config.namespace if namespace is None else namespace
+        keys = [self.library.describe(text, tenant).content_hash for text in document_texts(documents)]
+        return self._worker.submit(lambda: self.library.forget(keys)).result()
+
+    def stats(self) -> EngineStats:
+        """Counters and bytes held; cheap."""
+        stats = self.store.stats
+        return EngineStats(
+            requests=self._counts["requests"],
+            fallbacks={k.removeprefix("fallback:"): n for k, n in self._counts.items() if k.startswith("fallback:")},
+            store_lookups=stats.lookups,
+            store_hits=stats.hits,
+            store_misses=stats.misses,
+            rejected=dict(stats.rejected),
+            evictions=dict(stats.evictions),
+            bytes_held=dict(self.store.bytes_held),
+            num_chunks_known=len(self.store.catalog),
+        )
+
+    def close(self) -> None:
+        """Finish the running request, drop queued ones, flush and close the store."""
+        self._worker.close()
+        self.store.close()
+
+    def __enter__(self) -> KVBoost:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,168 @@
+"""The chunks of one model: what is known (catalog), what is held (store), and encoding what is missing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvboost_rag import quantization
+from kvboost_rag.chunk_keys import content_hash, context_hash
+from kvboost_rag.datamodels import ChunkKV, ChunkRecord, EntryCheck, HitKind, StoreEntry
+from kvboost_rag.encode import Encoder, EncodingJob
+from kvboost_rag.prompt_tokens import PromptTokens
+from kvboost_rag.segments import KnownTexts, canonical_text
+from kvboost_rag.stores.base import Store
+from kvboost_rag.stores.catalog import CatalogVersion
+
+
+@dataclass(frozen=True)
+class FetchedChunk:
+    """A chunk's position-free KV, as the store would give it back, and where it came from.
+
+    `encoded_tokens` is what was forwarded to get it (encoding context included), 0 for a hit.
+    """
+
+    record: ChunkRecord
+    kv: ChunkKV
+    hit: HitKind
+    encoded_tokens: int = 0
+    num_bytes: int = 0
+    kept: bool = True
+
+
+@dataclass(frozen=True)
+class ChunkIdentity:
+    """What all chunks of one model share: its fingerprint, the anchor they are encoded behind, its context length."""
+
+    fingerprint: str
+    anchor_ids: tuple[int, ...]
+    max_positions: int | None
+
+
+@dataclass
+class _Known:
+    texts: KnownTexts = field(default_factory=KnownTexts)
+    version: CatalogVersion = CatalogVersion(0, 0)
+
+
+class ChunkLibrary:
+    """Registers chunks, finds their texts in prompts, and fetches their KV.
+
+    KV is a pure function of (chunk tokens, encoding context, model), and the catalog fixes the context when a chunk
+    is first registered. What is returned after encoding went through the store's codec, so that a miss gives the
+    same bits as a hit.
+    """
+
+    def __init__(self, store: Store, encoder: Encoder | None, tokens: PromptTokens, identity: ChunkIdentity) -> None:
+        self.store = store
+        self.encoder = encoder
+        self.tokens = tokens
+        self.fingerprint = identity.fingerprint
+        self.anchor_ids = identity.anchor_ids
+        self.max_positions = identity.max_positions
+        self._known: dict[str, _Known] = {}
+        self._lock = threading.Lock()
+
+    def known_texts(self, namespace: str) -> KnownTexts:
+        """Texts of the tenant's chunks, up to date with what this and other processes added and removed."""
+        catalog = self.store.catalog
+        with self._lock:
+            version = catalog.version()
+            known = self._known.get(namespace)
+            if known is None or known.version.removals != version.removals:
+                known = self._known[namespace] = _Known()
+            if known.version != version:
+                for _, key, text in catalog.texts(self.fingerprint, namespace, after=known.version.last_seq):
+                    known.texts.add(text, key)
+                known.version = version
+            return known.texts
+
+    def describe(self, text: str, namespace: str) -> ChunkRecord:
+        """The record a text would be registered with, without neighbours.
+
+        Raises:
+            ValueError: the text is empty or has no tokens.
+        """
+        canonical = canonical_text(text)
+        ids = self.tokens.document_ids(canonical) if canonical else ()
+        if not ids:
+            raise ValueError("a document without text cannot be a chunk")
+        key = content_hash(self.fingerprint, namespace, ids)
+        return ChunkRecord(key, self.fingerprint, namespace, canonical, ids, self.anchor_ids)
+
+    @property
+    def max_chunk_tokens(self) -> int | None:
+        """Longest chunk that fits behind the anchor; None = no limit known."""
+        return None if self.max_positions is None else self.max_positions - len(self.anchor_ids)
+
+    def with_neighbours(self, record: ChunkRecord, neighbours: Sequence[ChunkRecord]) -> ChunkRecord:
+        """`record` encoded behind `neighbours` (nearest last): as many as fit into the context, nearest first."""
+        room = None if self.max_chunk_tokens is None else self.max_chunk_tokens - len(record.token_ids)
+        chosen: list[str] = []
+        for neighbour in reversed(neighbours):
+            if neighbour.content_hash in (record.content_hash, *chosen):
+                continue
+            if room is not None:
+                room -= len(neighbour.token_ids)
+                if room < 0:
+                    break
+            chosen.insert(0, neighbour.content_hash)
+        return replace(record, neighbours=tuple(chosen))
+
+    def register(self, text: str, namespace: str) -> ChunkRecord:
+        """Make a text known without neighbours, unless it is known already; returns the record that counts."""
+        return self.store.catalog.add(self.describe(text, namespace))
+
+    def check(self, record: ChunkRecord) -> tuple[EncodingJob, EntryCheck]:
+        """What encodes the chunk, and what an entry must be to stand for it."""
+        job = EncodingJob(record.token_ids, self.store.catalog.context_ids(record))
+        check = EntryCheck(record.namespace, record.fingerprint, record.token_ids, context_hash(job.context_ids))
+        return job, check
+
+    def load(self, record: ChunkRecord) -> FetchedChunk | None:
+        """The chunk's KV from the store, or None (a miss)."""
+        entry = self.store.get(record.content_hash, self.check(record)[1])
+        if entry is None:
+            return None
+        return FetchedChunk(record, quantization.decode(entry.tensors, entry.meta), HitKind.APPROXIMATE)
+
+    def encode(self, record: ChunkRecord) -> FetchedChunk:
+        """Compute the chunk's KV, put it into the store, and return it as the store would."""
+        if self.encoder is None:
+            raise RuntimeError("this model's KV cannot be reused, so its chunks are not encoded")
+        job, check = self.check(record)
+        return self.keep(record, self.encoder.encode(job), job, check)
+
+    def keep(self, record: ChunkRecord, kv: ChunkKV, job: EncodingJob, check: EntryCheck) -> FetchedChunk:
+        """Put freshly encoded KV into the store; a store that cannot keep it costs the next call another encoding."""
+        tensors, meta = quantization.encode(kv)
+        entry = StoreEntry(
+            record.content_hash,
+            record.namespace,
+            record.fingerprint,
+            record.token_ids,
+            check.context_hash,
+            tensors,
+            meta,
+        )
+        kept = self.store.put(entry)
+        decoded = quantization.decode(tensors, meta)
+        return FetchedChunk(record, decoded, HitKind.ENCODED, job.num_tokens, entry.num_bytes, kept)
+
+    def fetch(self, record: ChunkRecord) -> FetchedChunk:
+        """The chunk's KV from the store, or else encoded now."""
+        return self.load(record) or self.encode(record)
+
+    def forget(self, content_hashes: Sequence[str]) -> int:
+        """Drop KV and catalog records; returns how many chunks were known. Chunks encoded behind them lose their
+        KV too (it was computed from the removed text) and continue without that neighbour."""
+        catalog, count = self.store.catalog, 0
+        for key in content_hashes:
+            count += catalog.get(key) is not None
+            for dependent in catalog.get_many(catalog.delete(key)).values():
+                left = tuple(n for n in dependent.neighbours if n != key)
+                catalog.replace(replace(dependent, neighbours=left))
+                self.store.delete(dependent.content_hash)
+            self.store.delete(key)
+        return count

@@ -1,0 +1,103 @@
+"""From prompt or messages to segments with the chunks behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvboost_rag.datamodels import ChunkRecord, Segment, SegmentKind
+from kvboost_rag.library import ChunkLibrary
+from kvboost_rag.segments import split_prompt
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class LocatedPrompt:
+    """A prompt cut into segments; `records[i]` is the chunk behind segment i, None for all but documents."""
+
+    segments: tuple[Segment, ...]
+    records: tuple[ChunkRecord | None, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(i for segment in self.segments for i in segment.token_ids)
+
+    @property
+    def documents(self) -> list[tuple[Segment, ChunkRecord]]:
+        return [(s, r) for s, r in zip(self.segments, self.records, strict=True) if r is not None]
+
+    def of_kind(self, *kinds: SegmentKind) -> list[Segment]:
+        return [s for s in self.segments if s.kind in kinds]
+
+
+def document_texts(documents: Sequence[Any] | None) -> list[str]:
+    """Texts of explicit documents: strings, or objects with `page_content` or `text`.
+
+    Raises:
+        TypeError: something that is neither; the message names its type and place.
+    """
+    if documents is None:
+        return []
+    if isinstance(documents, str):
+        raise TypeError("documents must be a list of texts, got one str; write [text]")
+    texts = []
+    for index, document in enumerate(documents):
+        text = document if isinstance(document, str) else None
+        for attribute in ("page_content", "text"):
+            text = getattr(document, attribute, None) if text is None else text
+        if not isinstance(text, str):
+            raise TypeError(f"documents[{index}] is a {type(document).__name__}; expected a str")
+        texts.append(text)
+    return texts
+
+
+def locate(
+    library: ChunkLibrary,
+    prompt: str | Messages,
+    documents: Sequence[str],
+    namespace: str,
+    register: bool,
+    template: Mapping[str, Any],
+) -> LocatedPrompt:
+    """Find the tenant's chunks in a prompt and tokenise it.
+
+    Args:
+        prompt: text, or chat messages that go through the tokenizer's chat template.
+        documents: texts that may stand in the prompt and are to be reused from now on, indexed or not. A hint only:
+            they never add text.
+        register: whether documents that are not indexed become known chunks; else they are cut out all the same (so
+            that the token ids do not depend on it) but have no record.
+        template: arguments for the chat template (`tools`, …).
+
+    Raises:
+        TypeError, ValueError: there is no usable prompt; the message says what came.
+    """
+    rendered = not isinstance(prompt, str)
+    text = library.tokens.render(prompt, **template) if rendered else prompt
+    while True:
+        known = library.known_texts(namespace)
+        spans = split_prompt(text, known, documents)
+        keys = [s.key for s in spans if s.key is not None]
+        found = library.store.catalog.get_many(keys)
+        gone = [key for key in keys if key not in found]
+        if not gone:
+            break
+        for key in gone:  # removed by another process a moment ago
+            known.remove(key)
+    by_text = {s.text: found[s.key] for s in spans if s.key is not None}
+    segments = library.tokens.segment(spans, rendered=rendered)
+    records = [_record(library, s, by_text, namespace) if register else by_text.get(s.text) for s in segments]
+    return LocatedPrompt(segments, tuple(records))
+
+
+def _record(
+    library: ChunkLibrary, segment: Segment, by_text: dict[str, ChunkRecord], namespace: str
+) -> ChunkRecord | None:
+    if segment.kind is not SegmentKind.DOCUMENT or not segment.token_ids:
+        return None
+    record = by_text.get(segment.text)
+    if record is None or record.token_ids != segment.token_ids:
+        record = library.register(segment.text, namespace)
+    return record

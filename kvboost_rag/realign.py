@@ -1,0 +1,68 @@
+"""Rotate position-free keys to the positions they take in a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvboost_rag.datamodels import ChunkKV
+from kvboost_rag.models.kv_buffer import KVBuffer, KVLayout
+from kvboost_rag.models.rope import Rotation
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PositionTables:
+    """cos and sin of positions `0 … num_positions`, one pair of `[num_positions, rotary_dim // 2]` float32 a layer group."""
+
+    per_group: tuple[Tables | None, ...]
+
+    @classmethod
+    def of(cls, layout: KVLayout, num_positions: int) -> PositionTables:
+        """From the model's rotary modules, each called once."""
+        found: dict[tuple[int, torch.device], Tables] = {}
+        per_group: list[Tables | None] = []
+        for group in layout.groups:
+            if group.rotation is None:
+                per_group.append(None)
+                continue
+            key = (id(group.rotation.source), group.device)
+            if key not in found:
+                positions = torch.arange(num_positions, device=group.device)
+                found[key] = group.rotation.source.tables(positions)
+            per_group.append(found[key])
+        return cls(tuple(per_group))
+
+    def span(self, group: int, start: int, end: int) -> Tables | None:
+        """Rows `[start, end)` of one group's tables."""
+        tables = self.per_group[group]
+        return None if tables is None else (tables[0][start:end], tables[1][start:end])
+
+
+def realign_into(buffer: KVBuffer, kv: ChunkKV, start: int, tables: PositionTables) -> None:
+    """Write a chunk's KV to positions `[start, start + seq_len)` of the buffer, keys rotated to these positions."""
+    end = start + kv.seq_len
+    for index, group in enumerate(buffer.layout.groups):
+        _write_keys(buffer.keys[index][:, :, start:end], kv.keys[index], group.rotation, tables.span(index, start, end))
+        buffer.values[index][:, :, start:end].copy_(kv.values[index])
+
+
+def _write_keys(out: torch.Tensor, keys: torch.Tensor, rotation: Rotation | None, tables: Tables | None) -> None:
+    if rotation is None or tables is None:
+        out.copy_(keys)
+    else:
+        rotation.rotate_into(out, keys.to(out.device), tables)
+
+
+def position_free(kv: ChunkKV, layout: KVLayout, start: int, tables: PositionTables) -> ChunkKV:
+    """Undo the rotation of keys that stand at positions `[start, start + seq_len)`; float32 arithmetic."""
+    keys = []
+    for index, group in enumerate(layout.groups):
+        span = tables.span(index, start, start + kv.seq_len)
+        free = kv.keys[index]
+        if group.rotation is not None and span is not None:
+            free = group.rotation.undo(free, span)
+        keys.append(free)
+    return ChunkKV(tuple(keys), kv.values)

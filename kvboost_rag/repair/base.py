@@ -1,0 +1,102 @@
+"""What a repair strategy is given, what it returns, and how rows are chosen from scores."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_rag.config import ResolvedConfig
+from kvboost_rag.models.kv_buffer import KVBuffer
+from kvboost_rag.models.row_forward import RowPlan
+
+
+@dataclass
+class RepairContext:
+    """One prompt, assembled, and what may be spent on it.
+
+    Attributes:
+        buffer: the assembled KV; document rows are realigned stored KV, fresh rows hold nothing yet.
+        token_ids: the whole prompt, `[prompt_len]`.
+        documents: `(start, end)` of each document segment, ascending.
+        fresh_rows: positions that are computed whatever the strategy (text and suffix), `[num_fresh]`, ascending.
+        question_rows: positions of the suffix, `[num_question]`, the last of `fresh_rows`.
+        sensitivity: per document token, `[num_document_tokens]`, how much it depended on its context at index time;
+            None where some document has no such estimate.
+        deviation_per_chunk: filled in by strategies that measure it.
+    """
+
+    model: PreTrainedModel
+    buffer: KVBuffer
+    token_ids: torch.Tensor
+    documents: tuple[tuple[int, int], ...]
+    fresh_rows: torch.Tensor
+    question_rows: torch.Tensor
+    config: ResolvedConfig
+    sensitivity: torch.Tensor | None = None
+    deviation_per_chunk: tuple[float, ...] | None = None
+    _positions: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def document_rows(self) -> torch.Tensor:
+        """Positions of all document tokens, `[num_document_tokens]`, ascending."""
+        if self._positions is None:
+            spans = [torch.arange(start, end) for start, end in self.documents]
+            self._positions = torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
+        return self._positions
+
+    @property
+    def num_document_tokens(self) -> int:
+        return sum(end - start for start, end in self.documents)
+
+    @property
+    def max_rows(self) -> int:
+        """Document rows that may be recomputed at most."""
+        return int(self.config.max_recompute_ratio * self.num_document_tokens)
+
+    def with_fresh(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` and the fresh rows, ascending, each once."""
+        return torch.unique(torch.cat([rows, self.fresh_rows]))
+
+    def per_chunk(self, per_token: torch.Tensor) -> list[torch.Tensor]:
+        """`[num_document_tokens]` split by document."""
+        return list(per_token.split([end - start for start, end in self.documents]))
+
+
+class RepairStrategy(ABC):
+    """Chooses the document rows to recompute. Stateless; parameters are dataclass fields of the strategy."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def plan(self, context: RepairContext) -> RowPlan:
+        """Rows of the final pass: the chosen document rows and all fresh rows.
+
+        May run passes of its own over `context.buffer`; it must leave document rows usable.
+        """
+
+
+def choose(scores: torch.Tensor, context: RepairContext, deviation: torch.Tensor | None = None) -> torch.Tensor:
+    """Which document tokens to recompute: bool `[num_document_tokens]`.
+
+    By `deviation_threshold` (all above it) where deviation is known, else by `top_k` per chunk, else the top
+    `recompute_ratio`; highest scores first and never more than `max_recompute_ratio` of all document tokens.
+    """
+    config = context.config
+    if config.deviation_threshold is not None and deviation is not None:
+        wanted = deviation > config.deviation_threshold
+    elif config.top_k is not None:
+        wanted = torch.cat([top_mask(part, config.top_k) for part in context.per_chunk(scores)])
+    else:
+        wanted = top_mask(scores, round(config.recompute_ratio * len(scores)))
+    return wanted & top_mask(scores.masked_fill(~wanted, float("-inf")), context.max_rows)
+
+
+def top_mask(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Bool mask of the `count` highest scores (all, if there are fewer)."""
+    mask = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+    mask[scores.topk(min(count, len(scores))).indices] = True
+    return mask

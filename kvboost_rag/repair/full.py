@@ -1,0 +1,19 @@
+"""Recompute everything: the slow twin of all other strategies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvboost_rag.models.row_forward import RowPlan
+from kvboost_rag.repair.base import RepairContext, RepairStrategy
+
+
+@dataclass(frozen=True)
+class FullRepair(RepairStrategy):
+    """All document rows; gives full prefill's logits. Not bounded by `max_recompute_ratio`."""
+
+    name: ClassVar[str] = "full"
+
+    def plan(self, context: RepairContext) -> RowPlan:
+        return RowPlan(context.with_fresh(context.document_rows))

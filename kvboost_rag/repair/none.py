@@ -1,0 +1,19 @@
+"""Reuse document KV as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvboost_rag.models.row_forward import RowPlan
+from kvboost_rag.repair.base import RepairContext, RepairStrategy
+
+
+@dataclass(frozen=True)
+class NoRepair(RepairStrategy):
+    """Forwards only text and suffix."""
+
+    name: ClassVar[str] = "none"
+
+    def plan(self, context: RepairContext) -> RowPlan:
+        return RowPlan(context.fresh_rows)

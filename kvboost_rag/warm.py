@@ -1,0 +1,146 @@
+"""Pre-warming: compute and store the KV of documents before anybody asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvboost_rag.datamodels import ChunkRecord, WarmReport
+from kvboost_rag.library import ChunkLibrary
+from kvboost_rag.segments import canonical_text
+
+
+@dataclass(frozen=True)
+class WarmProgress:
+    """Where a warming job stands; tokens are chunk tokens, encoding contexts not counted."""
+
+    num_done: int
+    num_chunks: int
+    tokens_done: int
+    num_tokens: int
+    encoded_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens forwarded (contexts included) per second so far."""
+        return self.encoded_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Estimated seconds left, or None before the first chunk is done."""
+        if not self.tokens_done or not self.seconds:
+            return None
+        return self.seconds * (self.num_tokens - self.tokens_done) / self.tokens_done
+
+
+@dataclass
+class _Tally:
+    start: float = field(default_factory=time.perf_counter)
+    encoded: int = 0
+    stored: int = 0
+    failed: int = 0
+    tokens: int = 0
+    encoded_tokens: int = 0
+    num_bytes: int = 0
+
+
+def register_documents(
+    library: ChunkLibrary, documents: Sequence[str], neighbours: Sequence[Sequence[str]] | None, namespace: str
+) -> list[ChunkRecord]:
+    """Make documents known, each with its encoding context; nothing is encoded yet.
+
+    Args:
+        documents: chunk texts; white space around them does not count, repeats are one chunk.
+        neighbours: for each document the texts to encode it behind, nearest last. Neighbours that are not among
+            the documents become known chunks too. Only as many as fit in front of the chunk are used, nearest first.
+
+    Raises:
+        TypeError, ValueError: a document is not text, empty, or longer than the model's context; says which.
+    """
+    if isinstance(documents, str):
+        raise TypeError("documents must be a list of texts, got one str; write [text]")
+    if neighbours is not None and len(neighbours) != len(documents):
+        raise ValueError(f"neighbours are given for {len(neighbours)} of {len(documents)} documents")
+    described = [_describe(library, text, f"documents[{i}]", namespace) for i, text in enumerate(documents)]
+    if neighbours is None:
+        return library.store.catalog.add_many(described)
+    behind = [
+        [_describe(library, text, f"neighbours[{i}]", namespace) for text in texts if canonical_text(text)]
+        for i, texts in enumerate(neighbours)
+    ]
+    # First everybody without context, so that neighbours may name each other; then the contexts.
+    catalog = library.store.catalog
+    catalog.add_many([*described, *(n for group in behind for n in group)])
+    known = catalog.get_many(r.content_hash for r in described)
+    for record, group in {r.content_hash: (r, g) for r, g in zip(described, behind, strict=True)}.values():
+        wanted = library.with_neighbours(record, group)
+        if wanted.neighbours != known[record.content_hash].neighbours:
+            catalog.replace(wanted)
+    found = catalog.get_many(r.content_hash for r in described)
+    return [found[r.content_hash] for r in described]
+
+
+def _describe(library: ChunkLibrary, text: str, what: str, namespace: str) -> ChunkRecord:
+    if not isinstance(text, str):
+        raise TypeError(f"{what} is a {type(text).__name__}; expected a str")
+    try:
+        record = library.describe(text, namespace)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    room = library.max_chunk_tokens
+    if room is not None and len(record.token_ids) > room:
+        raise ValueError(
+            f"{what} has {len(record.token_ids)} tokens, the model's context has room for {room}; split it"
+        )
+    return record
+
+
+def warm(
+    library: ChunkLibrary,
+    records: Sequence[ChunkRecord],
+    progress: Callable[[WarmProgress], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> WarmReport:
+    """Encode the chunks that are not stored yet. Idempotent and resumable: what is stored is left alone.
+
+    Args:
+        records: registered chunks.
+        progress: called after each chunk.
+        stop: asked before each chunk; True ends the job early (what is done stays).
+    """
+    distinct = list({r.content_hash: r for r in records}.values())
+    num_tokens = sum(len(r.token_ids) for r in distinct)
+    tally = _Tally()
+    for done, record in enumerate(distinct, 1):
+        if stop():
+            break
+        _warm_one(library, record, tally)
+        tally.tokens += len(record.token_ids)
+        if progress is not None:
+            seconds = time.perf_counter() - tally.start
+            progress(WarmProgress(done, len(distinct), tally.tokens, num_tokens, tally.encoded_tokens, seconds))
+    library.store.flush()
+    return WarmReport(
+        num_chunks=len(distinct),
+        num_encoded=tally.encoded,
+        num_already_stored=tally.stored,
+        num_failed=tally.failed,
+        chunk_tokens=num_tokens,
+        encoded_tokens=tally.encoded_tokens,
+        num_bytes=tally.num_bytes,
+        seconds=time.perf_counter() - tally.start,
+        content_hashes=tuple(r.content_hash for r in records),
+    )
+
+
+def _warm_one(library: ChunkLibrary, record: ChunkRecord, tally: _Tally) -> None:
+    if record.content_hash in library.store and library.load(record) is not None:
+        tally.stored += 1
+        return
+    fetched = library.encode(record)
+    tally.encoded += fetched.kept
+    tally.failed += not fetched.kept
+    tally.encoded_tokens += fetched.encoded_tokens
+    tally.num_bytes += fetched.num_bytes
