@@ -1,0 +1,61 @@
+"""The command line: `kvboost-rag demo | warm | ask | inspect | probe`.
+
+Commands import what they need when they run, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from kvboost_rag import __version__
+from kvboost_rag.cli.ask import ask
+from kvboost_rag.cli.console import errors
+from kvboost_rag.cli.demo import demo
+from kvboost_rag.cli.inspect import inspect
+from kvboost_rag.cli.probe import probe
+from kvboost_rag.cli.warm import warm
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+for command in (demo, warm, ask, inspect, probe):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvboost-rag {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Reuse documents' KV caches when a local language model answers questions about them."""
+
+
+def main() -> None:
+    """Entry point of the console script. An error is one line on stderr and exit code 1 (130 after Ctrl-C)."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except KeyboardInterrupt:
+        errors.print("stopped")
+        sys.exit(130)
+    except Exception as error:
+        if os.environ.get("KVBOOST_DEBUG"):
+            raise
+        errors.print(f"error: {one_line(error)}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong as one line. Errors meant for users say it themselves; others come with their type."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (ValueError, OSError, RuntimeError)) and text:
+        return text
+    return f"{type(error).__name__}: {text} (KVBOOST_DEBUG=1 shows where)"

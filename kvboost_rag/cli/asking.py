@@ -1,0 +1,58 @@
+"""From a question to a prompt with the passages that are nearest to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvboost_rag.corpus import CorpusError
+
+if TYPE_CHECKING:
+    from kvboost_rag.engine import KVBoost
+    from kvboost_rag.retrieval import TextEmbedder
+
+INSTRUCTION = "Answer the question in one or two sentences, using the documents."
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A chunk that goes into the prompt; `sources` are where its text comes from."""
+
+    content_hash: str
+    text: str
+    sources: tuple[str, ...]
+
+
+def messages_for(question: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
+    """The prompt of `ask` and `demo`. Nothing is put around a passage: its text is found verbatim."""
+    documents = "\n\n".join(passage.text for passage in passages)
+    return [{"role": "user", "content": f"{INSTRUCTION}\n\n{documents}\n\nQuestion: {question}"}]
+
+
+class PassageSearch:
+    """Searches the chunks of the engine's model and namespace by their embeddings.
+
+    Raises:
+        CorpusError: nothing has been warmed for them.
+    """
+
+    def __init__(self, engine: KVBoost, embedder: TextEmbedder) -> None:
+        catalog, namespace = engine.store.catalog, engine.config.namespace
+        self._catalog = catalog
+        self._embedder = embedder
+        self._chunks = [(key, text) for _, key, text in catalog.texts(engine.library.fingerprint, namespace)]
+        if not self._chunks:
+            tenant = f" in namespace {namespace!r}" if namespace else ""
+            raise CorpusError(
+                f"nothing has been warmed for {engine.name} ({engine.model.dtype}){tenant}: kvboost-rag warm PATH"
+            )
+        self._vectors = embedder.embed([text for _, text in self._chunks])
+
+    def nearest(self, question: str, count: int) -> list[Passage]:
+        """The `count` passages nearest to the question, the nearest last, next to the question."""
+        from kvboost_rag.retrieval import search
+
+        best = search(self._embedder.embed([question])[0], self._vectors, count)
+        chosen = [self._chunks[i] for i in reversed(best)]
+        return [Passage(key, text, self._catalog.sources_of(key)) for key, text in chosen]
