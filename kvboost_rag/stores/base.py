@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvboost_rag.datamodels import EntryCheck, StoreEntry
+from kvboost_rag.stores.catalog import Catalog
+from kvboost_rag.stores.database import StoreError
+
+__all__ = ["EntryInfo", "Store", "StoreError", "StoreStats", "mismatch"]
 
 logger = logging.getLogger(__name__)
 
-
-class StoreError(RuntimeError):
-    """A store cannot do its work at all (folder not writable, wrong format). Never raised by `get`."""
+MAX_REMEMBERED_WARNINGS = 10_000
 
 
 @dataclass
@@ -29,7 +31,23 @@ class StoreStats:
     rejected: Counter[str] = field(default_factory=Counter)
     """Entries found but not usable, by reason (`corrupt`, `token_ids`, `context`, `fingerprint`, `namespace`, …)."""
     evictions: Counter[str] = field(default_factory=Counter)
-    """Entries removed, by reason (`budget`, `deleted`, `corrupt`, …)."""
+    """Entries removed, by reason (`importance_low`, `budget`, `expired`, `deleted`, `corrupt`, …)."""
+    put_failures: Counter[str] = field(default_factory=Counter)
+    """Entries that `put` did not keep, by reason (`too_large`, `pinned`, `io_error`)."""
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """What a store knows of an entry it holds, without its payload. Times are seconds since the epoch."""
+
+    key: str
+    namespace: str
+    fingerprint: str
+    num_tokens: int
+    num_bytes: int
+    created: float
+    last_used: float
+    meta: Mapping[str, str] = field(default_factory=dict)
 
 
 class Store(ABC):
@@ -42,14 +60,29 @@ class Store(ABC):
     - Bytes held never exceed the budget, at any moment. An entry larger than the budget is not kept (`put` says so).
     - Pinned entries are never evicted; if only pinned entries are left, `put` refuses.
     - Methods may be called from several threads.
+    - `catalog` remembers the chunks (text, token ids, encoding context), whether or not their KV is held. It belongs
+      to the store: a folder's catalog lies in the folder. Deleting KV leaves the catalog alone and the other way
+      round; `stores.maintenance` does both.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, catalog: Catalog | None = None) -> None:
         self.stats = StoreStats()
         self._lock = threading.RLock()
+        self._catalog = catalog if catalog is not None else Catalog(":memory:")
+        self._pins: Counter[str] = Counter()
+        self._warned: set[tuple[str, str]] = set()
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is remembered of the chunks of this store."""
+        return self._catalog
 
     def get(self, key: str, check: EntryCheck) -> StoreEntry | None:
         """The entry under `key` if it is the one described by `check`, else None (a counted miss)."""
+        return self.lookup(key, check)[0]
+
+    def lookup(self, key: str, check: EntryCheck) -> tuple[StoreEntry | None, str | None]:
+        """`get`, and where that is None the reason why a found entry was not used (None: nothing was found)."""
         entry, reason = self._load(key)
         if entry is not None:
             reason = mismatch(entry, key, check)
@@ -57,17 +90,28 @@ class Store(ABC):
             self.stats.lookups += 1
             if entry is not None and reason is None:
                 self.stats.hits += 1
-                return entry
+                self._on_hit(entry)
+                return entry, None
             self.stats.misses += 1
-            if reason is not None:
-                self.stats.rejected[reason] += 1
-        if reason is not None:
-            logger.warning("stored entry %s not used: %s; it counts as a miss", key[:16], reason)
-        return None
+            if reason is None:
+                return None, None
+            self.stats.rejected[reason] += 1
+        self._warn_once(key, reason, "stored entry %s not used: %s; it counts as a miss", key[:16], reason)
+        return None, reason
+
+    def _warn_once(self, key: str, reason: str, message: str, *args: object) -> None:
+        with self._lock:
+            if (key, reason) in self._warned or len(self._warned) >= MAX_REMEMBERED_WARNINGS:
+                return
+            self._warned.add((key, reason))
+        logger.warning(message, *args)
 
     @abstractmethod
     def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
         """The entry as stored, or (None, reason). Reason None = simply not there. Must not raise."""
+
+    def _on_hit(self, entry: StoreEntry) -> None:  # noqa: B027 - a hook, empty where uses do not matter
+        """Called under the lock when `get` is about to return `entry`: eviction policies learn of the use here."""
 
     @abstractmethod
     def put(self, entry: StoreEntry) -> bool:
@@ -82,32 +126,51 @@ class Store(ABC):
         """Whether an entry is held under `key` (unchecked; counts nothing)."""
 
     @abstractmethod
-    def keys(self) -> Iterator[str]:
-        """Keys held now, in no particular order."""
+    def entries(self) -> Iterator[EntryInfo]:
+        """What is held now, in no particular order, without payloads."""
 
     @property
     @abstractmethod
     def bytes_held(self) -> Mapping[str, int]:
         """Bytes held by tier, e.g. `{"memory": …, "disk": …}`."""
 
+    def keys(self) -> Iterator[str]:
+        """Keys held now, in no particular order."""
+        return (info.key for info in self.entries())
+
     def __len__(self) -> int:
         return sum(1 for _ in self.keys())
 
-    def prefetch(self, keys: Iterable[str]) -> None:
+    def tier_of(self, key: str) -> str | None:
+        """Name of the fastest tier that holds `key`, or None."""
+        return next(iter(self.bytes_held)) if key in self else None
+
+    def note_deviation(self, key: str, deviation: float) -> None:  # noqa: B027 - optional
+        """Tell the eviction policy how far the entry's values were from freshly computed ones (relative L2)."""
+
+    def prefetch(self, keys: Iterable[str]) -> None:  # noqa: B027 - optional
         """Hint that `keys` will be asked for soon. May start reads in the background; never raises."""
 
     def pin(self, key: str) -> None:
         """Protect `key` from eviction until `unpin` (counted: as many unpins as pins)."""
+        with self._lock:
+            self._pins[key] += 1
 
     def unpin(self, key: str) -> None:
         """Undo one `pin`."""
+        with self._lock:
+            if self._pins[key] <= 1:
+                del self._pins[key]
+            else:
+                self._pins[key] -= 1
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - nothing to wait for in memory
         """Return when everything put so far is durable (disk) or at once (memory)."""
 
     def close(self) -> None:
         """Flush and release files and threads. The store cannot be used afterwards."""
         self.flush()
+        self._catalog.close()
 
 
 def mismatch(entry: StoreEntry, key: str, check: EntryCheck) -> str | None:

@@ -1,0 +1,158 @@
+"""One SQLite connection that threads share and forked children do not, with nested write transactions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+BUSY_TIMEOUT_S = 60.0
+
+
+class StoreError(RuntimeError):
+    """A store cannot do its work at all (folder not writable, wrong format). Never raised by `Store.get`."""
+
+
+class DamagedDatabaseError(StoreError):
+    """The file is not a readable SQLite database."""
+
+
+_open_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+class Database:
+    """A SQLite database in a file (write-ahead log, several processes) or in memory (`":memory:"`).
+
+    Statements of one process run one after the other under a lock. Another process's write is waited for, up to
+    `BUSY_TIMEOUT_S`. A child made by `fork` opens a connection of its own: SQLite's may not cross a fork.
+
+    Args:
+        path: the file, or `":memory:"`.
+        schema: `CREATE … IF NOT EXISTS` statements.
+        version: of the schema. A file of another version is refused.
+
+    Raises:
+        DamagedDatabaseError: the file is not a database or fails SQLite's check.
+        StoreError: it was written with another schema version.
+    """
+
+    def __init__(self, path: str | Path, schema: str, version: int) -> None:
+        self.path = str(path)
+        self._schema = schema
+        self._version = version
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._left_to_parent: list[sqlite3.Connection] = []
+        self._connection: sqlite3.Connection | None = self._connect(check=True)
+        self._closed = False
+        _open_databases.add(self)
+
+    def read(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
+        """All rows of a query."""
+        with self._lock:
+            return self._alive().execute(sql, params).fetchall()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Hold the write lock of the database; commit at the end, roll back on an exception. May be nested."""
+        with self._lock:
+            connection = self._alive()
+            if self._depth == 0:
+                connection.execute("BEGIN IMMEDIATE")
+            self._depth += 1
+            try:
+                yield connection
+            except BaseException:
+                self._depth -= 1
+                if self._depth == 0 and connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+            self._depth -= 1
+            if self._depth == 0:
+                self._commit(connection)
+
+    def wipe_log(self) -> None:
+        """Move the write-ahead log into the main file and empty it, so that deleted text is in neither."""
+        with self._lock:
+            if self._depth == 0:
+                self._alive().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        """Release the file. Calling it again does nothing."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection, self._closed = None, True
+
+    def after_fork(self) -> None:
+        """Leave the parent's connection alone in a child: closing it here would drop the parent's file locks."""
+        self._lock, self._depth = threading.RLock(), 0
+        if self._connection is not None and self.path != ":memory:":
+            self._left_to_parent.append(self._connection)
+            self._connection = None
+
+    @staticmethod
+    def _commit(connection: sqlite3.Connection) -> None:
+        try:
+            connection.execute("COMMIT")
+        except sqlite3.Error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+
+    def _alive(self) -> sqlite3.Connection:
+        if self._closed:
+            raise StoreError(f"the catalog {self.path} is closed")
+        if self._connection is None:
+            self._connection = self._connect(check=False)
+        return self._connection
+
+    def _connect(self, check: bool) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=256
+        )
+        try:
+            connection.execute("PRAGMA secure_delete = ON")
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            if check:
+                self._check(connection)
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in self._schema.split(";\n\n"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {self._version}")
+            connection.execute("COMMIT")
+        except sqlite3.OperationalError:  # cannot open, read-only, disk full, locked: not damage
+            connection.close()
+            raise
+        except sqlite3.DatabaseError as error:
+            connection.close()
+            raise DamagedDatabaseError(f"{self.path}: {error}") from error
+        except StoreError:
+            connection.close()
+            raise
+        return connection
+
+    def _check(self, connection: sqlite3.Connection) -> None:
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        if found not in (0, self._version):
+            raise StoreError(
+                f"{self.path} has catalog version {found}, this program reads {self._version}: "
+                "use the program that wrote it, or another folder"
+            )
+        verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise DamagedDatabaseError(f"{self.path}: {verdict}")
+
+
+def _after_fork_in_child() -> None:
+    for database in list(_open_databases):
+        database.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,162 @@
+"""Entries in memory: host RAM, or an accelerator's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from kvboost_rag.datamodels import StoreEntry
+from kvboost_rag.stores.base import EntryInfo, Store
+from kvboost_rag.stores.budget import DEFAULT_RATIO, host_memory_bytes, resolve_budget
+from kvboost_rag.stores.catalog import Catalog
+from kvboost_rag.stores.eviction import EvictionPolicy, make_policy
+from kvboost_rag.stores.payload import own
+
+OnEvict = Callable[[StoreEntry], None]
+
+
+class MemoryStore(Store):
+    """Holds entries in host memory, evicting by `policy` when the budget is reached.
+
+    Bytes are the payload's tensor bytes (`StoreEntry.num_bytes`); room is made before an entry comes in. `put` keeps
+    the given tensors where they hold nothing but their own bytes, and copies of them otherwise.
+
+    Args:
+        budget_bytes: absolute, or None for `kv_cache_size_ratio` (default 0.35) of the memory this process can have.
+        policy: name or object, see `stores.eviction.make_policy`.
+        pin_memory: page-locked buffers; default: where CUDA is present.
+
+    Attributes:
+        on_evict: set by a tiered store; called with an entry evicted for lack of room before it is dropped.
+    """
+
+    tier = "memory"
+
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        *,
+        kv_cache_size_ratio: float = DEFAULT_RATIO,
+        policy: str | EvictionPolicy = "importance",
+        pin_memory: bool | None = None,
+        catalog: Catalog | None = None,
+    ) -> None:
+        super().__init__(catalog)
+        self.budget_bytes = resolve_budget(budget_bytes, kv_cache_size_ratio, self._total_bytes())
+        self.on_evict: OnEvict | None = None
+        self._policy = make_policy(policy)
+        self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._entries: dict[str, StoreEntry] = {}
+        self._held = 0
+
+    def put(self, entry: StoreEntry) -> bool:
+        entry = self._take(entry)
+        with self._lock:
+            self._drop_expired()
+            old = self._entries.get(entry.key)
+            reason = self._make_room(entry, old.num_bytes if old else 0)
+            if reason is not None:
+                self.stats.put_failures[reason] += 1
+                return False
+            if old is not None:
+                self._held -= old.num_bytes
+            self._entries[entry.key] = entry
+            self._held += entry.num_bytes
+            self._policy.add(entry.key, entry.num_bytes)
+            self.stats.puts += 1
+            return True
+
+    def delete(self, key: str, reason: str = "deleted") -> bool:
+        with self._lock:
+            return self._drop(key, reason) is not None
+
+    def __contains__(self, key: object) -> bool:
+        with self._lock:
+            return key in self._entries
+
+    def entries(self) -> Iterator[EntryInfo]:
+        with self._lock:
+            held = [(entry, self._policy.entries[key]) for key, entry in self._entries.items()]
+        for entry, use in held:
+            yield EntryInfo(
+                entry.key,
+                entry.namespace,
+                entry.fingerprint,
+                len(entry.token_ids),
+                entry.num_bytes,
+                use.added,
+                use.last_used,
+                entry.meta,
+            )
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def bytes_held(self) -> Mapping[str, int]:
+        return {self.tier: self._held}
+
+    def note_deviation(self, key: str, deviation: float) -> None:
+        with self._lock:
+            self._policy.note_deviation(key, deviation)
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            self._entries.clear()
+            self._held = 0
+
+    def _total_bytes(self) -> int:
+        return host_memory_bytes()
+
+    def _take(self, entry: StoreEntry) -> StoreEntry:
+        """`entry` in this tier's memory."""
+        return own(entry, "cpu", self._pin_memory)
+
+    def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
+        with self._lock:
+            if self._policy.is_expired(key):
+                self._drop(key, "expired")
+            return self._entries.get(key), None
+
+    def _on_hit(self, entry: StoreEntry) -> None:
+        self._policy.hit(entry.key)
+
+    def _drop_expired(self) -> None:
+        for key in self._policy.expired():
+            self._drop(key, "expired")
+
+    def _make_room(self, entry: StoreEntry, freed_bytes: int) -> str | None:
+        """Evict until `entry` fits in place of its old version of `freed_bytes`; why it cannot, or None if it can."""
+        if entry.num_bytes > self.budget_bytes:
+            return "too_large"
+        while self._held - freed_bytes + entry.num_bytes > self.budget_bytes:
+            victim = self._policy.victim(_Either(self._pins, entry.key))
+            if victim is None:
+                return "pinned"
+            evicted = self._entries[victim]
+            if self.on_evict is not None:
+                self.on_evict(evicted)
+            self._drop(victim, self._policy.reason)
+        return None
+
+    def _drop(self, key: str, reason: str) -> StoreEntry | None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._held -= entry.num_bytes
+            self._policy.remove(key)
+            self.stats.evictions[reason] += 1
+        return entry
+
+
+class _Either:
+    """Keys that may not be evicted: the pinned ones and the one being stored."""
+
+    def __init__(self, pins: Counter[str], key: str) -> None:
+        self._pins = pins
+        self._key = key
+
+    def __contains__(self, key: object) -> bool:
+        return key == self._key or key in self._pins

@@ -1,0 +1,42 @@
+"""Tensors that a store may keep: contiguous, not part of anything larger, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from kvboost_rag.datamodels import StoreEntry
+
+
+def own(entry: StoreEntry, device: torch.device | str = "cpu", pin_memory: bool = False) -> StoreEntry:
+    """`entry` with tensors that hold exactly their own bytes on `device`.
+
+    A view keeps the whole of what it was cut from alive (a chunk cut from a prompt's KV would hold the prompt), which
+    no byte budget would see; such tensors are copied. Others are taken as they are.
+
+    Args:
+        pin_memory: use page-locked host memory, from which copies to an accelerator can run asynchronously.
+    """
+    return replace(entry, tensors={name: _own(t, device, pin_memory) for name, t in entry.tensors.items()})
+
+
+def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors, with a copy wherever two share memory (a file format without aliases needs that)."""
+    seen: set[int] = set()
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        pointer = tensor.data_ptr()
+        result[name] = tensor.clone() if pointer in seen and tensor.numel() else tensor
+        seen.add(pointer)
+    return result
+
+
+def _own(tensor: torch.Tensor, device: torch.device | str, pin_memory: bool) -> torch.Tensor:
+    tensor = tensor.detach().to(device)
+    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        tensor = tensor.contiguous().clone() if tensor.is_contiguous() else tensor.contiguous()
+    if pin_memory and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor

@@ -1,0 +1,212 @@
+"""Fast tiers over a slow one that holds everything."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvboost_rag.datamodels import EntryCheck, StoreEntry
+from kvboost_rag.stores.base import EntryInfo, Store
+from kvboost_rag.stores.memory import MemoryStore, OnEvict
+
+logger = logging.getLogger(__name__)
+
+READERS = 4
+
+
+class TieredStore(Store):
+    """Reads through the tiers from fast to slow, and copies what it finds into the faster ones.
+
+    `put` stores into the fast tier next to the last and leaves writing to the last tier (the home) to a thread, off the
+    caller's path; until written, the entry is pinned in the fast tier, so that the queue's bytes are within its budget.
+    An entry evicted from a tier goes to the next one unless that holds it. The catalog is the home's.
+
+    A process that is killed loses what was not written yet; `flush` and `close` wait, and so does a normal exit.
+
+    Args:
+        tiers: fastest first, e.g. `MemoryStore(…), DiskStore(…)`. All but the last hold entries in memory.
+        write_back: False: `put` returns when the home has the entry.
+    """
+
+    def __init__(self, *tiers: Store, write_back: bool = True) -> None:
+        *upper, self._home = tiers
+        fast = [tier for tier in upper if isinstance(tier, MemoryStore)]
+        if not fast or len(fast) != len(upper):
+            raise ValueError("expected memory or device tiers, and one last tier of any kind below them")
+        super().__init__(self._home.catalog)
+        self.tiers = tiers
+        self._fast = fast[-1]
+        self._write_back = write_back
+        self._writer = ThreadPoolExecutor(1, "kvboost-write")
+        self._readers = ThreadPoolExecutor(READERS, "kvboost-read")
+        self._written = threading.Condition()
+        self._pending: dict[str, StoreEntry] = {}
+        self._writing: str | None = None
+        self._reading: dict[str, Future[None]] = {}
+        self._deletions = 0
+        for tier, slower in zip(fast, tiers[1:], strict=True):
+            tier.on_evict = _demotion(slower)
+
+    def lookup(self, key: str, check: EntryCheck) -> tuple[StoreEntry | None, str | None]:
+        self._await_read(key)
+        deletions, reason = self._deletions, None
+        for depth, tier in enumerate(self.tiers):
+            entry, why_not = tier.lookup(key, check)
+            if entry is not None:
+                self._copy_up(entry, self.tiers[:depth], deletions)
+                self._count(None, hit=True)
+                return entry, None
+            reason = why_not or reason
+        self._count(reason, hit=False)
+        return None, reason
+
+    def put(self, entry: StoreEntry) -> bool:
+        with self._lock:
+            self.stats.puts += 1
+        if not self._write_back:
+            return any([self._home.put(entry), self._fast.put(entry)])
+        self._fast.pin(entry.key)
+        if not self._fast.put(entry):
+            self._fast.unpin(entry.key)
+            return self._home.put(entry)
+        with self._written:
+            if entry.key in self._pending:
+                self._fast.unpin(entry.key)
+            self._pending[entry.key] = entry
+        self._writer.submit(self._write, entry.key)
+        return True
+
+    def delete(self, key: str, reason: str = "deleted") -> bool:
+        with self._lock:
+            self._deletions += 1
+        with self._written:
+            if self._pending.pop(key, None) is not None:
+                self._fast.unpin(key)
+            self._written.wait_for(lambda: self._writing != key)
+        # Fast to slow: what is being demoted meanwhile arrives below before that tier is asked to delete it.
+        found = [tier.delete(key, reason) for tier in self.tiers]
+        if any(found):
+            with self._lock:
+                self.stats.evictions[reason] += 1
+        return any(found)
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in tier for tier in self.tiers)
+
+    def entries(self) -> Iterator[EntryInfo]:
+        seen: set[str] = set()
+        for tier in reversed(self.tiers):
+            for info in tier.entries():
+                if info.key not in seen:
+                    seen.add(info.key)
+                    yield info
+
+    @property
+    def bytes_held(self) -> Mapping[str, int]:
+        return {name: held for tier in self.tiers for name, held in tier.bytes_held.items()}
+
+    def tier_of(self, key: str) -> str | None:
+        return next((name for tier in self.tiers if (name := tier.tier_of(key)) is not None), None)
+
+    def note_deviation(self, key: str, deviation: float) -> None:
+        for tier in self.tiers:
+            tier.note_deviation(key, deviation)
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if any(key in tier for tier in self.tiers[:-1]):
+                continue
+            with self._lock:
+                if key not in self._reading:
+                    self._reading[key] = self._readers.submit(self._read_ahead, key)
+
+    def pin(self, key: str) -> None:
+        for tier in self.tiers:
+            tier.pin(key)
+
+    def unpin(self, key: str) -> None:
+        for tier in self.tiers:
+            tier.unpin(key)
+
+    def flush(self) -> None:
+        with self._written:
+            self._written.wait_for(lambda: not self._pending and self._writing is None)
+        for tier in self.tiers:
+            tier.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._writer.shutdown()
+        self._readers.shutdown()
+        for tier in self.tiers:
+            tier.close()
+
+    def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
+        reason = None
+        for tier in self.tiers:
+            entry, why_not = tier._load(key)
+            if entry is not None:
+                return entry, None
+            reason = why_not or reason
+        return None, reason
+
+    def _copy_up(self, entry: StoreEntry, tiers: Iterable[Store], deletions: int) -> None:
+        """Copy what was read into faster tiers, unless something was deleted since: it may have been this."""
+        with self._lock:
+            if self._deletions == deletions:
+                for tier in tiers:
+                    tier.put(entry)
+
+    def _count(self, reason: str | None, hit: bool) -> None:
+        with self._lock:
+            self.stats.lookups += 1
+            self.stats.hits += hit
+            self.stats.misses += not hit
+            if reason is not None:
+                self.stats.rejected[reason] += 1
+
+    def _write(self, key: str) -> None:
+        """Write one entry home, in the writer's thread."""
+        with self._written:
+            entry = self._pending.pop(key, None)
+            if entry is None:  # deleted, or written already with a later version
+                return
+            self._writing = key
+        try:
+            self._home.put(entry)
+        except Exception:
+            logger.exception("chunk %s is not written to the slow tier", key[:16])
+        finally:
+            self._fast.unpin(key)
+            with self._written:
+                self._writing = None
+                self._written.notify_all()
+
+    def _read_ahead(self, key: str) -> None:
+        """Bring one entry into the fast tier, in a reader's thread. Whether it is the right one, `get` checks."""
+        try:
+            deletions = self._deletions
+            entry, _ = self._home._load(key)
+            if entry is not None:
+                self._copy_up(entry, [self._fast], deletions)
+        except Exception:
+            logger.exception("chunk %s could not be read ahead", key[:16])
+        finally:
+            with self._lock:
+                self._reading.pop(key, None)
+
+    def _await_read(self, key: str) -> None:
+        with self._lock:
+            reading = self._reading.get(key)
+        if reading is not None:
+            reading.result()
+
+
+def _demotion(slower: Store) -> OnEvict:
+    def demote(entry: StoreEntry) -> None:
+        if entry.key not in slower:
+            slower.put(entry)
+
+    return demote
