@@ -2,8 +2,7 @@
 
 The file's metadata hold `format`, `format_version`, `header` (JSON: key, namespace, fingerprint, token ids, context
 hash, meta, and the chunk's catalog record with its neighbours' token ids, so that a catalog can be rebuilt from the
-files alone) and `seal`: a CRC-32C and, where a secret is set, an HMAC-SHA256 over the whole file with the seal
-itself read as zeros.
+files alone) and `seal`: a CRC-32C over all the rest of the file and, where a secret is set, an HMAC-SHA256.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ FORMAT_VERSION = 1
 SECRET_VARIABLE = "KVBOOST_STORE_SECRET"
 
 CRC_DIGITS = 8
-SEAL_DIGITS = CRC_DIGITS + 64
+SIGNATURE_DIGITS = 64
+SEAL_DIGITS = CRC_DIGITS + SIGNATURE_DIGITS
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """What safetensors itself accepts."""
@@ -99,7 +99,7 @@ def dump(
     }
     data = safetensors.torch.save(dict(entry.tensors), metadata=metadata)
     start = _seal_start(data)
-    return b"".join((data[:start], _seal(data, start, secret).encode(), data[start + SEAL_DIGITS :]))
+    return b"".join((data[:start], _seal(data, start, secret), data[start + SEAL_DIGITS :]))
 
 
 def load(data: bytes, secret: bytes | None = None) -> tuple[StoreEntry, ChunkHeader]:
@@ -188,18 +188,24 @@ def _seal_start(data: bytes) -> int:
 def _check_seal(data: bytes, secret: bytes | None) -> None:
     start = _seal_start(data)
     found = data[start : start + SEAL_DIGITS]
-    wanted = _seal(data, start, secret).encode()
-    if found[:CRC_DIGITS] != wanted[:CRC_DIGITS]:
+    if found[:CRC_DIGITS] != _checksum(data, start, found[CRC_DIGITS:]):
         raise ChunkFileError("corrupt", "the checksum does not match")
-    if secret is not None and not hmac.compare_digest(found, wanted):
+    if secret is not None and not hmac.compare_digest(found, _seal(data, start, secret)):
         raise ChunkFileError("unsigned", f"not signed with the secret in {SECRET_VARIABLE}")
 
 
-def _seal(data: bytes, start: int, secret: bytes | None) -> str:
+def _seal(data: bytes, start: int, secret: bytes | None) -> bytes:
+    """Checksum and signature of a file whose seal starts at `start`; the checksum covers the signature too."""
+    signature = b"0" * SIGNATURE_DIGITS
+    if secret is not None:
+        signing = hmac.new(secret, data[:start], "sha256")
+        signing.update(data[start + SEAL_DIGITS :])
+        signature = signing.hexdigest().encode()
+    return _checksum(data, start, signature) + signature
+
+
+def _checksum(data: bytes, start: int, signature: bytes) -> bytes:
     checksum = 0
-    signature = None if secret is None else hmac.new(secret, digestmod="sha256")
-    for part in (data[:start], b"0" * SEAL_DIGITS, data[start + SEAL_DIGITS :]):
+    for part in (data[:start], signature, data[start + SEAL_DIGITS :]):
         checksum = google_crc32c.extend(checksum, part)
-        if signature is not None:
-            signature.update(part)
-    return f"{checksum:08x}" + (signature.hexdigest() if signature is not None else "0" * 64)
+    return f"{checksum:08x}".encode()

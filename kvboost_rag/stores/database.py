@@ -39,6 +39,9 @@ class Database:
     Raises:
         DamagedDatabaseError: the file is not a database or fails SQLite's check.
         StoreError: it was written with another schema version.
+
+    Attributes:
+        is_new: the file was missing or held nothing.
     """
 
     def __init__(self, path: str | Path, schema: str, version: int) -> None:
@@ -48,6 +51,7 @@ class Database:
         self._lock = threading.RLock()
         self._depth = 0
         self._left_to_parent: list[sqlite3.Connection] = []
+        self.is_new = False
         self._connection: sqlite3.Connection | None = self._connect(check=True)
         self._closed = False
         _open_databases.add(self)
@@ -140,6 +144,7 @@ class Database:
 
     def _check(self, connection: sqlite3.Connection) -> None:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
+        self.is_new = found == 0
         if found not in (0, self._version):
             raise StoreError(
                 f"{self.path} has catalog version {found}, this program reads {self._version}: "

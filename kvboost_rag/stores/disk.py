@@ -72,10 +72,10 @@ class DiskStore(Store):
 
     def _open(self) -> None:
         """Open the catalog, or rebuild it from the files; clear up after processes that died; fit into the budget."""
-        database, is_new = self.folder.open_database()
+        database = self.folder.open_database()
         super().__init__(Catalog(database))
         self._table = FileTable(database)
-        if is_new:
+        if database.is_new:
             recovery.rebuild(self.folder, self._table, self.catalog)
         alive = self.folder.clear_after_dead_owners()
         for reservation in self._table.reservations():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import sqlite3
@@ -17,6 +18,8 @@ from kvboost_rag.stores.catalog_rows import SCHEMA_VERSION
 from kvboost_rag.stores.chunk_file import LENGTH_BYTES, header_bytes
 from kvboost_rag.stores.database import DamagedDatabaseError, Database, StoreError
 from kvboost_rag.stores.owner_lock import OwnerLock, exclusive, living_owners, remove_dead_owners
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -60,23 +63,23 @@ class StoreFolder:
         """One process at a time opens the catalog, so that none sees it half made or half rebuilt."""
         return exclusive(self.root / "open.lock")
 
-    def open_database(self) -> tuple[Database, bool]:
-        """The catalog's database, and whether it is new (missing before, or set aside because it was damaged).
+    def open_database(self) -> Database:
+        """The catalog's database: a new one where it is missing or damaged (set aside then), see `Database.is_new`.
 
         Raises:
             StoreError: it cannot be opened, or is of another version.
         """
-        is_new = not self.catalog_path.exists()
-        if is_new:
+        if not self.catalog_path.exists():
             self._remove_log()
         try:
             try:
-                return self._database(), is_new
-            except DamagedDatabaseError:
+                return self._database()
+            except DamagedDatabaseError as error:
                 aside = self.catalog_path.with_suffix(f".damaged-{time.time_ns()}")
+                logger.error("the catalog is damaged (%s); it is kept as %s and made anew", error, aside.name)
                 self.catalog_path.rename(aside)
                 self._remove_log()
-                return self._database(), True
+                return self._database()
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"cannot open the catalog {self.catalog_path}: {error}") from error
 

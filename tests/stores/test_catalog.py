@@ -51,7 +51,7 @@ def test_records_that_cannot_be_kept_are_refused_whole(catalog: Catalog, fault: 
     bad = dataclasses.replace(bad, neighbours=neighbours.get(fault, ()))
     if fault == "hash":
         bad = dataclasses.replace(bad, token_ids=(1, 2, 3))
-    with pytest.raises(ValueError, match="neighbour|content_hash"):
+    with pytest.raises(ValueError, match=r"neighbour|content_hash"):
         catalog.add_many([build_record(2), bad])
     assert len(catalog) == 1
 
