@@ -11,10 +11,10 @@ On CUDA and HIP tensors the Triton kernels run where Triton is installed, otherw
 Importing this package does not import Triton.
 """
 
-#from kvboost_kernels.deviation import Deviation, attention_kl, deviation
+from kvboost_kernels.deviation import Deviation, attention_kl, deviation
 from kvboost_kernels.dispatch import Backend
 from kvboost_kernels.place_chunk import Chunk, Quantised, Rotation, dequantise, place_chunk
-#from kvboost_kernels.row_attention import RowAttention, row_attention
+from kvboost_kernels.row_attention import RowAttention, row_attention
 
 __all__ = [
     "place_chunk",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvboost_kernels.aot_cases import cases
-from kvboost_kernels.dispatch import Launch
+from kvboost_kernels.dispatch import Launch, interpreting
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -144,14 +143,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", help="only cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of the table")
     options = parser.parse_args(argv)
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    if interpreting():
         parser.error("unset TRITON_INTERPRET: under the interpreter nothing is compiled")
     rows = [
         usage(name, target, launch)
-        for name, launches in cases().items()
+        for target in options.target or TARGETS
+        for name, launches in cases(hip=TARGETS[target].backend == "hip").items()
         if options.case is None or options.case in name
         for launch in launches
-        for target in options.target or TARGETS
     ]
     print(json.dumps([asdict(r) for r in rows]) if options.json else f"{table(rows)}\n\nTriton {triton.__version__}")
     return 1 if any(r.spills for r in rows) else 0

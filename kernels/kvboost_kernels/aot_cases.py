@@ -2,18 +2,81 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from kvboost_kernels.deviation.plan import plan_attention_kl, plan_deviation
 from kvboost_kernels.dispatch import Launch
 from kvboost_kernels.place_chunk import Chunk, Quantised, Rotation
 from kvboost_kernels.place_chunk.plan import plan as plan_place
+from kvboost_kernels.row_attention.plan import plan as plan_attention
+from kvboost_kernels.row_attention.request import Request
 
 _TOKENS = 64
+_WINDOW = {"sliding_window": 48}
 
 
-def cases() -> dict[str, list[Launch]]:
-    """Launches by a name that says op, dtype, head dimension and variant."""
-    return _place_cases()
+def cases(hip: bool) -> dict[str, list[Launch]]:
+    """Launches by a name that says op, dtype, head dimension and variant, as planned for an AMD or an NVIDIA card."""
+    return {**_place_cases(), **_attention_cases(hip), **_deviation_cases(), **_kl_cases(hip)}
+
+
+def _attention_cases(hip: bool) -> dict[str, list[Launch]]:
+    found = {}
+    for name, dtype, dims, group, options, splits in (
+        ("bf16, 64, GQA 3", torch.bfloat16, (64, 64), 3, {}, 1),
+        ("bf16, 128, GQA 4, mass, entropy, split keys", torch.bfloat16, (128, 128), 4, {"entropy": True}, 8),
+        ("fp16, 80", torch.float16, (80, 80), 1, {}, 1),
+        ("bf16, 256, GQA 4, window, softcap, mass", torch.bfloat16, (256, 256), 4, _WINDOW | {"softcap": 50.0}, 1),
+        ("bf16, keys 192, values 128, split keys", torch.bfloat16, (192, 128), 1, {}, 4),
+        ("bf16, 64, GQA 8, window, sinks, entropy", torch.bfloat16, (64, 64), 8, _WINDOW | {"entropy": True}, 1),
+        ("fp32, 64, GQA 3, mass, entropy", torch.float32, (64, 64), 3, {"entropy": True}, 1),
+        ("fp32, 256, GQA 4, mass", torch.float32, (256, 256), 4, {}, 2),
+    ):
+        request = _request(dtype, dims, group, mass="mass" in name, sinks="sinks" in name, **options)
+        found[f"row_attention {name}"] = plan_attention(request, splits, hip)[0]
+    return found
+
+
+def _deviation_cases() -> dict[str, list[Launch]]:
+    found = {}
+    for name, dtype, head_dim, rows in (
+        ("bf16, 64", torch.bfloat16, 64, None),
+        ("bf16, 128, rows", torch.bfloat16, 128, torch.arange(_TOKENS)),
+        ("fp32, 256", torch.float32, 256, None),
+    ):
+        side = torch.zeros(2, 2, _TOKENS, head_dim, dtype=dtype)
+        found[f"deviation {name}"] = [plan_deviation(side, side, side, side, rows)[0]]
+    return found
+
+
+def _kl_cases(hip: bool) -> dict[str, list[Launch]]:
+    found = {}
+    for name, dtype, dim, options in (
+        ("bf16, 128", torch.bfloat16, 128, {}),
+        ("bf16, 256, window, softcap", torch.bfloat16, 256, _WINDOW | {"softcap": 50.0}),
+        ("fp32, 64", torch.float32, 64, {}),
+        ("fp32, 256", torch.float32, 256, {}),
+    ):
+        found[f"attention_kl {name}"] = [plan_attention_kl(_request(dtype, (dim, dim), 2, **options), hip)[0]]
+    return found
+
+
+def _request(
+    dtype: torch.dtype, dims: tuple[int, int], group: int, mass: bool = False, sinks: bool = False, **options: Any
+) -> Request:
+    rows = torch.arange(_TOKENS)
+    return Request(
+        torch.zeros(1, 2 * group, _TOKENS, dims[0], dtype=dtype),
+        torch.zeros(1, 2, _TOKENS, dims[0], dtype=dtype),
+        torch.zeros(1, 2, _TOKENS, dims[1], dtype=dtype),
+        rows,
+        0.125,
+        mass_rows=rows if mass else None,
+        sinks=torch.zeros(2 * group) if sinks else None,
+        **options,
+    )
 
 
 def _place_cases() -> dict[str, list[Launch]]:

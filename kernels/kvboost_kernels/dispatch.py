@@ -46,9 +46,14 @@ def uses_triton(backend: Backend, tensors: Mapping[str, torch.Tensor | None]) ->
         raise ValueError("the Triton kernels have no backward pass; call them under torch.no_grad() or detach inputs")
     if not _triton_installed(warn=False):
         raise ValueError("backend='triton' needs the package triton: pip install 'kvboost-rag[triton]'")
-    if given and not on_gpu and os.environ.get("TRITON_INTERPRET", "0").lower() not in ("1", "true", "on", "y", "yes"):
+    if given and not on_gpu and not interpreting():
         raise ValueError("backend='triton' on CPU tensors needs TRITON_INTERPRET=1 before Triton is imported")
     return True
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on the CPU (slow; for tests)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
 @lru_cache(maxsize=2)
