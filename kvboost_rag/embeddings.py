@@ -24,7 +24,7 @@ def load_embedder(model: Any = None, device: str | None = None) -> Embed:
     Args:
         model: None for the default (all-MiniLM-L6-v2), a name or folder for sentence-transformers, a loaded
             SentenceTransformer, an embedding object of LangChain (`embed_documents`) or LlamaIndex
-            (`get_text_embedding_batch`), or a function from a list of texts to vectors.
+            (`get_text_embedding_batch`), any object with `embed`, or a function from a list of texts to vectors.
         device: where sentence-transformers runs a model named here; default its own choice.
 
     Raises:
@@ -73,6 +73,8 @@ def _raw_embed(model: Any) -> Callable[[list[str]], Any]:
         return lambda texts: model.embed_documents(texts)
     if hasattr(model, "get_text_embedding_batch"):
         return lambda texts: model.get_text_embedding_batch(texts)
+    if hasattr(model, "embed"):
+        return lambda texts: model.embed(texts)
     if hasattr(model, "encode"):
         return lambda texts: model.encode(texts, convert_to_numpy=True, show_progress_bar=False)
     if callable(model):
