@@ -87,7 +87,10 @@ def tiny_model(tiny_tokenizer: PreTrainedTokenizerBase) -> TinyModel:
             # Wider than usual: attention that is not flat, logits that are not ties.
             "initializer_range": 0.1,
         }
-        config = AutoConfig.for_model(model_type, **{**fields, **config_fields})
+        fields |= config_fields
+        if fields["head_dim"] is None:  # some configs derive it and refuse to be told
+            del fields["head_dim"]
+        config = AutoConfig.for_model(model_type, **fields)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

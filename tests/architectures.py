@@ -1,0 +1,60 @@
+"""Tiny random models of many architectures, for tests that must hold on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WINDOW = 16
+"""Sliding window of the tiny models: shorter than every test prompt."""
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "rope_theta": 10_000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+REUSABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-eager": ("llama", {"attn_implementation": "eager"}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "gemma2-eager": ("gemma2", {"sliding_window": WINDOW, "attn_implementation": "eager"}),
+    "gemma3": ("gemma3_text", {"sliding_window": WINDOW, "num_hidden_layers": 7}),
+    "phi3": ("phi3", {}),
+    "phi-partial": ("phi", {}),
+    "olmo2": ("olmo2", {}),
+    "glm4-interleaved": ("glm4", {}),
+    "granite": ("granite", {}),
+    "stablelm-partial": ("stablelm", {}),
+    "gpt_neox-partial": ("gpt_neox", {}),
+    "gptj-interleaved": ("gptj", {"n_embd": 64, "n_layer": 5, "n_head": 4, "rotary_dim": 8, "n_positions": 2048}),
+    "cohere2": ("cohere2", {"sliding_window": WINDOW}),
+    "exaone4": ("exaone4", {"sliding_window": WINDOW}),
+    "smollm3-nope": ("smollm3", {}),
+    "starcoder2": ("starcoder2", {}),
+    "gpt_oss-sinks": ("gpt_oss", {"num_local_experts": 4, "sliding_window": WINDOW, "attn_implementation": "eager"}),
+    "llama4": ("llama4_text", {"num_local_experts": 2}),
+}
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048}, "absolute position"),
+    "opt": ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 64}, "absolute position"),
+    "bloom": ("bloom", {"n_head": 4, "n_layer": 3, "attn_implementation": "eager"}, "position_ids"),
+    "falcon-alibi": ("falcon", {"alibi": True, "head_dim": None, "attn_implementation": "eager"}, "ALiBi"),
+    "qwen3_next": ("qwen3_next", {}, "not attention"),
+    "mamba": ("mamba", {"attn_implementation": "eager"}, "not attention"),
+}
