@@ -10,7 +10,7 @@ from kvboost_rag.corpus import CorpusError
 
 if TYPE_CHECKING:
     from kvboost_rag.engine import KVBoost
-    from kvboost_rag.retrieval import TextEmbedder
+    from kvboost_rag.retrieval import RememberedVectors
 
 INSTRUCTION = "Answer the question in one or two sentences, using the documents."
 
@@ -37,22 +37,21 @@ class PassageSearch:
         CorpusError: nothing has been warmed for them.
     """
 
-    def __init__(self, engine: KVBoost, embedder: TextEmbedder) -> None:
+    def __init__(self, engine: KVBoost, embedder: RememberedVectors) -> None:
+        from kvboost_rag.vector_index import VectorIndex
+
         catalog, namespace = engine.store.catalog, engine.config.namespace
-        self._catalog = catalog
-        self._embedder = embedder
-        self._chunks = [(key, text) for _, key, text in catalog.texts(engine.library.fingerprint, namespace)]
-        if not self._chunks:
+        chunks = [(key, text) for _, key, text in catalog.texts(engine.library.fingerprint, namespace)]
+        if not chunks:
             tenant = f" in namespace {namespace!r}" if namespace else ""
             raise CorpusError(
                 f"nothing has been warmed for {engine.name} ({engine.model.dtype}){tenant}: kvboost-rag warm PATH"
             )
-        self._vectors = embedder.embed([text for _, text in self._chunks])
+        self._catalog, self._embedder, self._texts = catalog, embedder, dict(chunks)
+        self._index = VectorIndex()
+        self._index.add([key for key, _ in chunks], embedder.embed([text for _, text in chunks]))
 
     def nearest(self, question: str, count: int) -> list[Passage]:
         """The `count` passages nearest to the question, the nearest last, next to the question."""
-        from kvboost_rag.retrieval import search
-
-        best = search(self._embedder.embed([question])[0], self._vectors, count)
-        chosen = [self._chunks[i] for i in reversed(best)]
-        return [Passage(key, text, self._catalog.sources_of(key)) for key, text in chosen]
+        hits = self._index.nearest(self._embedder.embed([question]), count)[0]
+        return [Passage(hit.key, self._texts[hit.key], self._catalog.sources_of(hit.key)) for hit in reversed(hits)]

@@ -14,7 +14,7 @@ from kvboost_rag.corpus import SourceText
 if TYPE_CHECKING:
     from kvboost_rag.datamodels import WarmReport
     from kvboost_rag.engine import KVBoost
-    from kvboost_rag.retrieval import TextEmbedder
+    from kvboost_rag.retrieval import RememberedVectors
     from kvboost_rag.warm import WarmProgress
 
 
@@ -39,16 +39,20 @@ class IndexReport:
     num_dropped: int
 
 
-def open_embedder() -> TextEmbedder:
+def open_embedder() -> RememberedVectors:
     """The embedding model, with the vectors of earlier runs."""
     from kvboost_rag.config import cache_dir
-    from kvboost_rag.retrieval import TextEmbedder
+    from kvboost_rag.retrieval import MiniLM, RememberedVectors
 
-    return TextEmbedder(cache_dir() / "embeddings.sqlite")
+    return RememberedVectors(cache_dir() / "embeddings.sqlite", MiniLM())
 
 
 def index_sources(
-    engine: KVBoost, embedder: TextEmbedder, sources: Sequence[SourceText], plan: ChunkPlan, below: Sequence[Path] = ()
+    engine: KVBoost,
+    embedder: RememberedVectors,
+    sources: Sequence[SourceText],
+    plan: ChunkPlan,
+    below: Sequence[Path] = (),
 ) -> IndexReport:
     """Chunk, embed and warm. Idempotent: what is stored stays, what changed is replaced, what is gone is dropped.
 
@@ -58,7 +62,7 @@ def index_sources(
     chunks = _split(engine, sources, plan)
     dropped = _settle_sources(engine, chunks, below)
     texts = list(dict.fromkeys(text for group in chunks.values() for text in group))
-    neighbours = _neighbours(embedder, texts, plan.neighbours)
+    neighbours = _neighbours(engine, embedder, texts, plan.neighbours)
     return IndexReport(_warm(engine, texts, neighbours), len(sources), dropped)
 
 
@@ -88,19 +92,25 @@ def _settle_sources(engine: KVBoost, chunks: dict[str, list[str]], below: Sequen
     return engine.evict([record.text for record in held.values()]) if held else 0
 
 
-def _neighbours(embedder: TextEmbedder, texts: list[str], count: int) -> list[list[str]] | None:
-    from kvboost_rag.retrieval import nearest_neighbours
+def _neighbours(engine: KVBoost, embedder: RememberedVectors, texts: list[str], count: int) -> list[list[str]]:
+    """For each text the texts it is to be encoded behind, nearest last."""
+    from kvboost_rag.neighbours import NeighbourRules, choose_neighbours
+    from kvboost_rag.vector_index import VectorIndex
 
     with progress_bar("{task.completed}/{task.total} chunks") as bar:
         task = bar.add_task("embedding", total=len(texts))
-        vectors = embedder.embed(texts, lambda done, missing: bar.update(task, completed=len(texts) - missing + done))
+        vectors = embedder.embed(texts, lambda done, _: bar.update(task, completed=done))
         bar.update(task, completed=len(texts))
-    if not count:
-        return None
-    return [[texts[i] for i in group] for group in nearest_neighbours(vectors, count)]
+    records = [engine.library.describe(text, engine.config.namespace) for text in texts]
+    by_key = {record.content_hash: record for record in records}
+    index = VectorIndex()
+    index.add([record.content_hash for record in records], vectors)
+    num_tokens = {key: len(record.token_ids) for key, record in by_key.items()}
+    chosen = choose_neighbours(index, list(by_key), num_tokens, NeighbourRules(count=count))
+    return [[by_key[key].text for key in chosen[record.content_hash]] for record in records]
 
 
-def _warm(engine: KVBoost, texts: list[str], neighbours: list[list[str]] | None) -> WarmReport:
+def _warm(engine: KVBoost, texts: list[str], neighbours: list[list[str]]) -> WarmReport:
     stopped = False
     with progress_bar("{task.fields[rate]}", "{task.fields[left]}") as bar:
         task = bar.add_task("encoding", total=None, rate="", left="")
