@@ -351,9 +351,9 @@ class KVBoost:
         )
 
     def close(self) -> None:
-        """Finish the running request, drop queued ones, flush and close the store."""
-        self._worker.close()
-        self.store.close()
+        """Finish the running request, drop queued ones, flush and close the store. Closing twice does nothing."""
+        if self._worker.close():
+            self.store.close()
 
     def __enter__(self) -> KVBoost:
         return self

@@ -17,13 +17,16 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._thread: int | None = None
+        self._closed = threading.Event()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job.
 
         Raises:
-            RuntimeError: the worker is closed, or the call comes from one of its own jobs (it would wait for itself).
+            RuntimeError: the engine is closed, or the call comes from one of its own jobs (it would wait for itself).
         """
+        if self._closed.is_set():
+            raise RuntimeError("the engine is closed")
         if threading.get_ident() == self._thread:
             raise RuntimeError("called from inside a running request of the same engine; finish that one first")
         return self._executor.submit(self._run, job)
@@ -32,9 +35,13 @@ class Worker:
         self._thread = threading.get_ident()
         return job()
 
-    def close(self) -> None:
-        """Let the running job finish, drop the queued ones."""
+    def close(self) -> bool:
+        """Let the running job finish, drop the queued ones; False if it was closed before."""
+        if self._closed.is_set():
+            return False
+        self._closed.set()
         self._executor.shutdown(wait=True, cancel_futures=True)
+        return True
 
 
 class _Failure:

@@ -1,0 +1,59 @@
+"""Blocking streams for asyncio, without a thread per token and without blocking the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_END = object()
+
+
+async def iterate(make: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
+    """The items of `make()` as they come; the iterator runs in one thread of its own.
+
+    Closing the async iterator early (or cancelling its task) closes the blocking one, which stops the generation.
+    Exceptions of the blocking iterator are raised here.
+    """
+    loop = asyncio.get_running_loop()
+    items: asyncio.Queue[object] = asyncio.Queue()
+    stop = threading.Event()
+
+    def hand_over(item: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it whoever waited
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+    def produce() -> None:
+        try:
+            iterator = make()
+            try:
+                for item in iterator:
+                    hand_over(item)
+                    if stop.is_set():
+                        break
+            finally:
+                close = getattr(iterator, "close", None)
+                if close is not None:
+                    close()
+        except BaseException as error:
+            hand_over(_Raised(error))
+        hand_over(_END)
+
+    thread = threading.Thread(target=produce, name="kvboost-aio", daemon=True)
+    thread.start()
+    try:
+        while (item := await items.get()) is not _END:
+            if isinstance(item, _Raised):
+                raise item.error
+            yield item  # type: ignore[misc]
+    finally:
+        stop.set()
+
+
+class _Raised:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error

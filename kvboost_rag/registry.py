@@ -1,0 +1,87 @@
+"""Engines shared by everything in a process that asks for the same model, loaded when first used."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvboost_rag.engine import KVBoost
+
+_ENGINES: dict[Any, KVBoost] = {}
+_LOADING: dict[Any, threading.Lock] = {}
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to load. Making one costs nothing and imports no torch; equal specs share one engine.
+
+    Attributes:
+        model: as in `models.load.load_model`; model objects are compared by identity.
+        store: a folder, None (memory) or a `Store` object (compared by identity).
+        load: keyword arguments for loading (`dtype`, `device_map`, `tokenizer`, …).
+        engine: keyword arguments for `KVBoost` (`anchor`, `block_tokens`, …).
+    """
+
+    model: Any
+    store: Any = None
+    load: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Any:
+        """Hashable identity."""
+        parts = {
+            "model": self.model,
+            "store": self.store,
+            **self.load,
+            **{f"engine.{k}": v for k, v in self.engine.items()},
+        }
+        return tuple(sorted((name, _identity(value)) for name, value in parts.items()))
+
+    def get(self) -> KVBoost:
+        """The shared engine; the first caller loads it, others wait for it."""
+        key = self.key
+        with _LOCK:
+            if key in _ENGINES:
+                return _ENGINES[key]
+            loading = _LOADING.setdefault(key, threading.Lock())
+        with loading:
+            if key not in _ENGINES:
+                from kvboost_rag.engine import KVBoost
+
+                _ENGINES[key] = KVBoost.from_pretrained(self.model, store=self.store, **self.load, **self.engine)
+            return _ENGINES[key]
+
+
+def adopt(engine: KVBoost) -> EngineSpec:
+    """A spec that stands for an engine the caller made."""
+    spec = EngineSpec(engine.model, engine.store)
+    with _LOCK:
+        _ENGINES[spec.key] = engine
+    return spec
+
+
+def close_all() -> None:
+    """Close every shared engine and forget it (for tests and orderly shutdowns)."""
+    with _LOCK:
+        engines = list(_ENGINES.values())
+        _ENGINES.clear()
+        _LOADING.clear()
+    for engine in engines:
+        engine.close()
+
+
+def _identity(value: Any) -> str:
+    """Plain values by what they say, objects by who they are."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return f"{type(value).__name__}:{value}"
+    if hasattr(value, "__fspath__"):
+        return f"path:{value.__fspath__()}"
+    if isinstance(value, dict):
+        return repr(sorted((str(k), _identity(v)) for k, v in value.items()))
+    if type(value).__module__ == "torch":  # dtypes and devices are values
+        return str(value)
+    return f"{type(value).__qualname__}@{id(value)}"

@@ -1,0 +1,294 @@
+"""The promises of the design, on tiny models of several architectures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import REUSABLE
+from corpus_texts import document, prompt
+
+from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.datamodels import HitKind, SegmentKind
+from kvboost_rag.repair import STRATEGIES
+from kvboost_rag.stores import MemoryStore, open_store
+
+FAMILIES = ["llama", "llama-yarn", "qwen3", "gemma3", "mistral-window", "glm4-interleaved", "smollm3-nope", "qwen3_moe"]
+DOCUMENTS = [document(n, 1 + n % 3) for n in range(5)]
+EIGHT = GenerationParams(max_new_tokens=8)
+
+MakeEngine = Callable[..., KVBoost]
+
+
+@pytest.fixture
+def make_engine(tiny_model: Any) -> Iterator[MakeEngine]:
+    made: list[KVBoost] = []
+
+    def make(name: str = "llama", **options: Any) -> KVBoost:
+        model_type, fields = REUSABLE[name]
+        made.append(KVBoost(tiny_model(model_type, **fields), **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+# 1. repair="full" gives full prefill's logits; greedy tokens identical in float32.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_repair_is_full_prefill(make_engine: MakeEngine, family: str) -> None:
+    engine = make_engine(family)
+    engine.warm(DOCUMENTS, neighbours=[[DOCUMENTS[i - 1]] for i in range(5)])
+    text = prompt(DOCUMENTS[::-1])
+    plain = engine.generate(text, reuse="off", params=EIGHT)
+    full = engine.generate(text, repair="full", params=EIGHT, strict=True)
+    assert full.token_ids == plain.token_ids
+    assert full.usage.recomputed_tokens == sum(s.num_tokens for s in full.segments if s.kind is SegmentKind.DOCUMENT)
+    continuation = plain.token_ids[:4]
+    ours = engine.logits(text, continuation, repair="full", strict=True)
+    torch.testing.assert_close(ours, engine.logits(text, continuation, reuse="off"), atol=5e-5, rtol=1e-4)
+
+
+# 3. Cold == warm == after eviction == from disk == other process, bit for bit, and the second run hit.
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_cold_equals_warm_equals_evicted(make_engine: MakeEngine, family: str, strategy: str) -> None:
+    engine = make_engine(family)
+    text = prompt(DOCUMENTS)
+    options: dict[str, Any] = {"documents": DOCUMENTS, "repair": strategy, "strict": True}
+    cold = engine.generate(text, params=EIGHT, **options)
+    cold_hits = engine.stats().store_hits
+    warm = engine.generate(text, params=EIGHT, **options)
+    assert {s.hit for s in cold.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.ENCODED}
+    assert {s.hit for s in warm.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.APPROXIMATE}
+    assert engine.stats().store_hits > cold_hits + len(DOCUMENTS)
+    logits = engine.logits(text, cold.token_ids, **options)
+    for key in list(engine.store.keys()):
+        engine.store.delete(key)
+    evicted = engine.generate(text, params=EIGHT, **options)
+    assert evicted.usage.created_tokens > 0
+    assert cold.token_ids == warm.token_ids == evicted.token_ids
+    assert torch.equal(logits, engine.logits(text, cold.token_ids, **options))
+
+
+@pytest.mark.parametrize("reuse", ["blend", "exact"])
+def test_from_disk_equals_memory(make_engine: MakeEngine, tmp_path: Path, reuse: str) -> None:
+    text = prompt(DOCUMENTS)
+    first = make_engine(store=tmp_path / "store")
+    neighbours = [[DOCUMENTS[i - 1], DOCUMENTS[i - 2]] for i in range(5)]
+    first.warm(DOCUMENTS, neighbours=neighbours)
+    cold = first.logits(text, (5, 6, 7), reuse=reuse, strict=True)
+    first.close()
+    second = make_engine(store=tmp_path / "store")
+    warm = second.logits(text, (5, 6, 7), reuse=reuse, strict=True)
+    assert second.stats().store_hits >= (5 if reuse == "blend" else 1)
+    assert second.stats().store_misses == 0
+    assert torch.equal(cold, warm)
+
+
+OTHER_PROCESS = """
+import sys, torch
+sys.path[:0] = {path!r}
+from test_promises import prompt, DOCUMENTS
+import conftest
+from kvboost_rag import KVBoost
+from kvboost_rag.models.load import load_model
+engine = KVBoost.from_pretrained({model!r}, dtype="float32", store={store!r})
+logits = engine.logits(prompt(DOCUMENTS), (5, 6, 7), strict=True)
+stats = engine.stats()
+assert stats.store_hits >= 5 and stats.store_misses == 0, stats
+torch.save(logits, {out!r})
+engine.close()
+"""
+
+
+def test_another_process_gives_the_same_bits(tiny_model: Any, tmp_path: Path) -> None:
+    loaded = tiny_model("llama")
+    folder, store, out = (str(tmp_path / name) for name in ("model", "store", "logits.pt"))
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    with KVBoost.from_pretrained(folder, dtype="float32", store=store) as engine:
+        engine.warm(DOCUMENTS)
+        ours = engine.logits(prompt(DOCUMENTS), (5, 6, 7), strict=True)
+    path = [str(Path(__file__).parent), *sys.path]
+    script = OTHER_PROCESS.format(path=path, model=folder, store=store, out=out)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert torch.equal(ours, torch.load(out))
+
+
+def test_evicted_neighbours_do_not_change_a_chunk(make_engine: MakeEngine) -> None:
+    """The catalog keeps the token ids of encoding contexts, so a chunk comes back whatever happened to them."""
+    engine = make_engine()
+    engine.warm(DOCUMENTS[:1], neighbours=[DOCUMENTS[1:3]])
+    record = engine.library.register(DOCUMENTS[0], "")
+    before = engine.library.fetch(record).kv
+    for key in list(engine.store.keys()):
+        engine.store.delete(key)
+    after = engine.library.fetch(record)
+    assert after.hit is HitKind.ENCODED
+    assert after.encoded_tokens > 2 * len(record.token_ids)
+    assert all(torch.equal(a, b) for a, b in zip(before.keys, after.kv.keys, strict=True))
+
+
+# 4. A strategy forwards what it says.
+
+
+def test_none_forwards_only_text_and_suffix(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.warm(DOCUMENTS)
+    result = engine.generate(prompt(DOCUMENTS), repair="none", params=EIGHT, strict=True)
+    fresh = sum(s.num_tokens for s in result.segments if s.kind in (SegmentKind.TEXT, SegmentKind.SUFFIX))
+    assert result.repair.rows_per_layer == (fresh,) * 5
+    assert result.repair.rows == ()
+
+
+# 5. Quality does not get worse as the recompute ratio grows.
+
+
+@pytest.mark.parametrize("strategy", ["cacheblend", "query"])
+def test_more_recomputation_is_not_worse(make_engine: MakeEngine, strategy: str) -> None:
+    engine = make_engine()
+    engine.warm(DOCUMENTS)
+    text = prompt(DOCUMENTS)
+    reference = engine.logits(text, reuse="off")[-1].log_softmax(-1)
+
+    def error(ratio: float) -> float:
+        options: dict[str, Any] = {"repair": strategy, "recompute_ratio": ratio, "strict": True, "tau_recompute": 9.0}
+        ours = engine.logits(text, **options)[-1].log_softmax(-1)
+        return float((reference.exp() * (reference - ours)).sum())
+
+    errors = [error(ratio) for ratio in (0.0, 0.5, 1.0)]
+    assert errors[0] > 10 * errors[2]
+    assert errors[1] <= errors[0]
+    assert errors[2] < 1e-6
+
+
+# 6. All-hit, no-hit, duplicate, empty, one-token, reordered, interleaved with new text.
+
+
+def test_new_text_between_documents(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    a, b = DOCUMENTS[:2]
+    engine.warm([a, b])
+    text = f"[something new]{a}[again something new]{b}\nQuestion: which?"
+    result = engine.generate(text, params=EIGHT, repair="none", strict=True)
+    assert [s.kind.value for s in result.segments] == ["prefix", "document", "text", "document", "suffix"]
+    assert [s.hit for s in result.segments if s.kind is SegmentKind.DOCUMENT] == [HitKind.APPROXIMATE] * 2
+    assert result.usage.cached_tokens == sum(s.num_tokens for s in result.segments if s.kind is SegmentKind.DOCUMENT)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("case", "documents", "text"),
+    [
+        ("all-hit", DOCUMENTS, prompt(DOCUMENTS)),
+        ("no-hit", DOCUMENTS, "A prompt without any of them."),
+        ("duplicate", DOCUMENTS[:1], prompt([DOCUMENTS[0], DOCUMENTS[0]])),
+        ("reordered", DOCUMENTS, prompt([DOCUMENTS[3], DOCUMENTS[0], DOCUMENTS[4]])),
+        ("one-token", ["Q"], prompt(["Q", "Q"])),
+        ("only-a-document", DOCUMENTS[:1], DOCUMENTS[0]),
+        ("adjacent", DOCUMENTS[:2], DOCUMENTS[0] + DOCUMENTS[1] + "?"),
+        ("ends-with-a-document", DOCUMENTS[:1], "Repeat: " + DOCUMENTS[0]),
+    ],
+)
+def test_every_arrangement_works(
+    make_engine: MakeEngine, case: str, documents: list[str], text: str, strategy: str
+) -> None:
+    engine = make_engine()
+    engine.warm(documents)
+    result = engine.generate(text, params=EIGHT, repair=strategy, strict=True)
+    assert result.usage.output_tokens >= 1
+    usage = result.usage
+    assert usage.input_tokens == usage.cached_tokens + usage.recomputed_tokens + usage.prefilled_tokens
+    assert sum(s.num_tokens for s in result.segments) == usage.input_tokens
+    if case != "no-hit":
+        assert any(s.hit is HitKind.APPROXIMATE for s in result.segments)
+    full = engine.logits(text, repair="full", strict=True)
+    torch.testing.assert_close(full, engine.logits(text, reuse="off"), atol=5e-5, rtol=1e-4)
+
+
+def test_prompts_longer_than_the_sliding_window(make_engine: MakeEngine) -> None:
+    """Decoding goes on behind a buffer that is many windows long."""
+    for family in ("gemma3", "mistral-window", "gemma2-eager", "gpt_oss-sinks"):
+        engine = make_engine(family)
+        engine.warm(DOCUMENTS)
+        plain = engine.generate(prompt(DOCUMENTS), reuse="off", params=EIGHT)
+        assert plain.usage.input_tokens > 5 * 16
+        assert engine.generate(prompt(DOCUMENTS), repair="full", params=EIGHT, strict=True).token_ids == plain.token_ids
+        exact = [engine.generate(prompt(DOCUMENTS), reuse="exact", params=EIGHT, strict=True) for _ in range(2)]
+        assert [e.token_ids for e in exact] == [plain.token_ids] * 2
+        assert exact[1].usage.cached_tokens >= 128
+
+
+# 7. Stage times add up to TTFT.
+
+
+@pytest.mark.parametrize("options", [{"reuse": "off"}, {"reuse": "exact"}, {"repair": "none"}, {"repair": "query"}])
+def test_stage_times_add_up(make_engine: MakeEngine, options: dict[str, Any]) -> None:
+    engine = make_engine()
+    engine.warm(DOCUMENTS)
+    result = engine.generate(prompt(DOCUMENTS), params=EIGHT, strict=True, **options)
+    assert sum(result.timings_ms.values()) == pytest.approx(result.ttft_ms, rel=1e-6)
+    assert 0 < result.ttft_ms <= result.total_ms
+    assert all(value >= 0 for value in result.timings_ms.values())
+
+
+# 10. Failure inside reuse falls back to plain prefill (once logged, counted), unless strict.
+
+
+@pytest.mark.parametrize("broken", ["store.get", "repair", "layer"])
+def test_faults_fall_back_to_plain_prefill(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    engine = make_engine()
+    engine.warm(DOCUMENTS)
+    text = prompt(DOCUMENTS)
+    plain = engine.generate(text, reuse="off", params=EIGHT)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("broken on purpose")
+
+    if broken == "store.get":
+        monkeypatch.setattr(type(engine.store), "get", fail)
+    elif broken == "repair":
+        monkeypatch.setattr(STRATEGIES["query"], "plan", fail)
+    else:  # fails in the middle of the final pass, inside `generate`
+        monkeypatch.setattr("kvboost_rag.models.row_attention._attend_fused", fail)
+    for _ in range(2):
+        result = engine.generate(text, params=EIGHT)
+        assert result.token_ids == plain.token_ids
+        assert result.reuse == "off"
+        assert "broken on purpose" in (result.fallback_reason or "")
+    assert engine.stats().fallbacks == {"OSError": 2}
+    assert sum("served by plain prefill" in r.message for r in caplog.records) == 1
+    with pytest.raises(OSError, match="broken on purpose"):
+        engine.generate(text, params=EIGHT, strict=True)
+
+
+def test_a_store_that_cannot_keep_anything_changes_nothing_but_speed(make_engine: MakeEngine) -> None:
+    text = prompt(DOCUMENTS)
+    roomy, tight = make_engine(), make_engine(store=MemoryStore(budget_bytes=10))
+    a = roomy.logits(text, documents=DOCUMENTS, strict=True)
+    b = tight.logits(text, documents=DOCUMENTS, strict=True)
+    assert torch.equal(a, b)
+    assert len(tight.store) == 0
+
+
+def test_other_tenants_are_never_hit(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(store=open_store(tmp_path / "store"))
+    engine.warm(DOCUMENTS, namespace="a")
+    own = engine.generate(prompt(DOCUMENTS), namespace="a", params=EIGHT, strict=True)
+    other = engine.generate(prompt(DOCUMENTS), namespace="b", params=EIGHT, strict=True)
+    assert sum(s.kind is SegmentKind.DOCUMENT for s in own.segments) == 5
+    assert [s.kind for s in other.segments] == [SegmentKind.SUFFIX]
+    hinted = engine.generate(prompt(DOCUMENTS), namespace="b", documents=DOCUMENTS, params=EIGHT, strict=True)
+    assert {s.hit for s in hinted.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.ENCODED}
