@@ -11,11 +11,12 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvboost_rag.token_diff import ReusedSpan, reusable_spans
 
 Signature = NDArray[np.uint32]
 """MinHash values of a chunk's token shingles, `[num_permutations]`."""
@@ -60,15 +61,6 @@ class DonorRules:
     def signature_kind(self) -> str:
         """Signatures of one kind can be compared; names their kind where they are kept."""
         return f"minhash/{_SCHEME}/{_SEED}/{self.num_permutations}/{self.shingle_tokens}"
-
-
-@dataclass(frozen=True)
-class ReusedSpan:
-    """Tokens `[start, start + num_tokens)` of the wanted chunk are those from `donor_start` on of the donor."""
-
-    start: int
-    donor_start: int
-    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -182,7 +174,8 @@ class DonorIndex:
             donor_ids = token_ids_of(key)
             if donor_ids is None:
                 continue
-            plan = DonorPlan(key, len(token_ids), reusable_spans(donor_ids, token_ids, self.rules))
+            spans = reusable_spans(donor_ids, token_ids, self.rules.min_span_tokens, self.rules.settle_tokens)
+            plan = DonorPlan(key, len(token_ids), spans)
             if plan.spans and (best is None or plan.num_reused > best.num_reused):
                 best = plan
         return best
@@ -212,34 +205,6 @@ class DonorIndex:
             permutations=self._permutations,
             scheme=_SCHEME,
         )
-
-
-def reusable_spans(donor: Sequence[int], wanted: Sequence[int], rules: DonorRules) -> tuple[ReusedSpan, ...]:
-    """Identical spans of at least `min_span_tokens`, without the tokens that have yet to settle after a change.
-
-    `[0, first change)` needs no settling. Any other identical span has a change before it, be it only that tokens of
-    the donor are missing there; its first `settle_tokens` are left out.
-    """
-    spans = []
-    for donor_start, start, num_tokens in _identical_blocks(donor, wanted, only_first=rules.settle_tokens is None):
-        settle = 0 if donor_start == start == 0 else rules.settle_tokens or 0
-        if num_tokens - settle >= rules.min_span_tokens:
-            spans.append(ReusedSpan(start + settle, donor_start + settle, num_tokens - settle))
-    return tuple(spans)
-
-
-def _identical_blocks(donor: Sequence[int], wanted: Sequence[int], only_first: bool) -> Iterator[tuple[int, int, int]]:
-    """`(donor_start, wanted_start, num_tokens)` in order: the common beginning, what a diff finds, the common end."""
-    shorter = min(len(donor), len(wanted))
-    head = next((i for i in range(shorter) if donor[i] != wanted[i]), shorter)
-    yield 0, 0, head
-    if only_first:
-        return
-    tail = next((i for i in range(shorter - head) if donor[-1 - i] != wanted[-1 - i]), shorter - head)
-    middle = SequenceMatcher(None, donor[head : len(donor) - tail], wanted[head : len(wanted) - tail], autojunk=False)
-    for donor_start, start, num_tokens in middle.get_matching_blocks():
-        yield head + donor_start, head + start, num_tokens
-    yield len(donor) - tail, len(wanted) - tail, tail
 
 
 def _datasketch() -> tuple[Any, Any]:

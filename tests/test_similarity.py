@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_rag.similarity import DonorIndex, DonorPlan, DonorRules, ReusedSpan, reusable_spans
+from kvboost_rag.similarity import DonorIndex, DonorPlan, DonorRules
 from kvboost_rag.stores.chunk_arrays import ChunkArrays, open_arrays
+from kvboost_rag.token_diff import ReusedSpan, reusable_spans
 
-SETTLING = DonorRules(settle_tokens=8)
+SETTLE = 8
 
 
 def some_tokens(num, seed=0):
@@ -20,16 +21,16 @@ def some_tokens(num, seed=0):
     return tuple(source.randrange(5, 30_000) for _ in range(num))
 
 
-def obvious_spans(donor, wanted, rules):
-    """What reusable spans must be, whichever alignment was taken: identical, settled, long enough, in order."""
-    spans = reusable_spans(donor, wanted, rules)
+def checked_spans(donor, wanted, min_tokens=16, settle_tokens=None):
+    """Spans that are, whichever alignment was taken, identical, long enough and in order."""
+    spans = reusable_spans(donor, wanted, min_tokens, settle_tokens)
     at = donor_at = 0
     for span in spans:
         assert span.start >= at
         assert span.donor_start >= donor_at
         at, donor_at = span.start + span.num_tokens, span.donor_start + span.num_tokens
         assert tuple(donor[span.donor_start : donor_at]) == tuple(wanted[span.start : at])
-        assert span.num_tokens >= rules.min_span_tokens
+        assert span.num_tokens >= min_tokens
     return spans
 
 
@@ -40,8 +41,7 @@ tokens = st.lists(st.integers(0, 3), max_size=60)
 @given(tokens, tokens, tokens, tokens, st.sampled_from([None, 0, 3]))
 def test_spans_are_identical_settled_and_in_order(before, inside, after, other, settle):
     donor, wanted = before + inside + after, before + other + after
-    rules = DonorRules(min_span_tokens=4, settle_tokens=settle)
-    spans = obvious_spans(donor, wanted, rules)
+    spans = checked_spans(donor, wanted, 4, settle)
     shared = next(
         (i for i, (a, b) in enumerate(zip(donor, wanted, strict=False)) if a != b), min(len(donor), len(wanted))
     )
@@ -69,7 +69,7 @@ EDITS = {
 @pytest.mark.parametrize("name", sorted(EDITS))
 def test_an_edit_is_recomputed_from_the_change_to_the_end(name):
     wanted = EDITS[name]
-    plan = DonorPlan("k", len(wanted), reusable_spans(BASE, wanted, DonorRules()))
+    plan = DonorPlan("k", len(wanted), reusable_spans(BASE, wanted))
     assert plan.spans == (ReusedSpan(0, 0, CUT),)
     assert plan.positions_to_compute() == tuple(range(CUT, len(wanted)))
     assert plan.num_reused == CUT
@@ -78,21 +78,21 @@ def test_an_edit_is_recomputed_from_the_change_to_the_end(name):
 @pytest.mark.parametrize("name", sorted(EDITS))
 def test_with_a_settling_length_the_rest_is_reused_but_never_a_changed_token(name):
     wanted = EDITS[name]
-    plan = DonorPlan("k", len(wanted), obvious_spans(BASE, wanted, SETTLING))
-    assert set(range(CUT, CUT + 8)) <= set(plan.positions_to_compute())
+    plan = DonorPlan("k", len(wanted), checked_spans(BASE, wanted, settle_tokens=SETTLE))
+    assert set(range(CUT, CUT + SETTLE)) <= set(plan.positions_to_compute())
     if name != "another end":
         assert len(plan.positions_to_compute()) < 90
 
 
 def test_an_insertion_at_the_start_leaves_nothing_by_default():
     wanted = (1, 2, 3, *BASE)
-    assert reusable_spans(BASE, wanted, DonorRules()) == ()
-    assert reusable_spans(BASE, wanted, SETTLING) == (ReusedSpan(11, 8, 248),)
+    assert reusable_spans(BASE, wanted) == ()
+    assert reusable_spans(BASE, wanted, settle_tokens=SETTLE) == (ReusedSpan(11, 8, 248),)
 
 
 def test_overlapping_windows_share_their_overlap():
     stream = some_tokens(400, seed=4)
-    assert reusable_spans(stream[:256], stream[128:384], SETTLING) == (ReusedSpan(8, 136, 120),)
+    assert reusable_spans(stream[:256], stream[128:384], settle_tokens=SETTLE) == (ReusedSpan(8, 136, 120),)
 
 
 def test_find_takes_the_donor_that_spares_most():
@@ -121,7 +121,7 @@ def test_the_same_words_in_another_order_are_no_donor():
     index.add({"shuffled": shuffled})
     assert index.find(BASE, {"shuffled": tuple(shuffled)}.get) is None
     # Even where the search is made to offer it, the comparison finds nothing to reuse.
-    assert reusable_spans(shuffled, BASE, DonorRules(settle_tokens=0)) == ()
+    assert reusable_spans(shuffled, BASE, settle_tokens=0) == ()
 
 
 def test_chunks_below_a_span_take_no_part():
