@@ -134,6 +134,11 @@ class Store(ABC):
     def bytes_held(self) -> Mapping[str, int]:
         """Bytes held by tier, e.g. `{"memory": …, "disk": …}`."""
 
+    @property
+    def tier_stats(self) -> Mapping[str, StoreStats]:
+        """Counters by tier; the store's own count each lookup once, however many tiers it went through."""
+        return dict.fromkeys(self.bytes_held, self.stats)
+
     def keys(self) -> Iterator[str]:
         """Keys held now, in no particular order."""
         return (info.key for info in self.entries())

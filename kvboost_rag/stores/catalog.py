@@ -176,6 +176,13 @@ class Catalog(SourceLinks):
         self.database.wipe_log()
         return tuple(hashes)
 
+    def purge(self) -> None:
+        """Drop what nothing refers to any more, and wipe it from the file and its log."""
+        with self.database.transaction() as db:
+            rows.purge(db)
+            rows.purge_anchors(db)
+        self.database.wipe_log()
+
     def namespaces(self) -> tuple[str, ...]:
         """Tenants that have chunks."""
         found = self.database.read("SELECT DISTINCT namespace FROM chunks WHERE NOT removed ORDER BY namespace")

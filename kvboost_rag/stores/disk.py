@@ -74,13 +74,10 @@ class DiskStore(Store):
         """Open the catalog, or rebuild it from the files; clear up after processes that died; fit into the budget."""
         database = self.folder.open_database()
         super().__init__(Catalog(database))
-        self._table = FileTable(database)
+        self.table = FileTable(database)
         if database.is_new:
-            recovery.rebuild(self.folder, self._table, self.catalog)
-        alive = self.folder.clear_after_dead_owners()
-        for reservation in self._table.reservations():
-            if reservation.owner not in alive:
-                recovery.settle(self.folder, self._table, self.catalog, reservation)
+            recovery.rebuild(self.folder, self.table, self.catalog)
+        self.clear_after_dead_owners()
         with database.transaction():
             self._learn_of_new_files()
             self._make_room(0)
@@ -104,7 +101,7 @@ class DiskStore(Store):
 
     def delete(self, key: str, reason: str = "deleted") -> bool:
         try:
-            with self._lock, self._table.database.transaction():
+            with self._lock, self.table.database.transaction():
                 return self._drop(key, reason)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot delete {key[:16]} from {self.folder.root}: {error}") from error
@@ -113,15 +110,15 @@ class DiskStore(Store):
         return isinstance(key, str) and self.folder.size(key) is not None
 
     def entries(self) -> Iterator[EntryInfo]:
-        return self._table.infos()
+        return self.table.infos()
 
     def entries_of(self, namespace: str) -> Iterator[EntryInfo]:
         """Entries of one tenant."""
-        return self._table.infos(namespace)
+        return self.table.infos(namespace)
 
     @property
     def bytes_held(self) -> Mapping[str, int]:
-        return {"disk": self._table.total_bytes()}
+        return {"disk": self.table.total_bytes()}
 
     def note_deviation(self, key: str, deviation: float) -> None:
         with self._lock:
@@ -135,7 +132,7 @@ class DiskStore(Store):
             now = {key: replace(use, frequency=self._policy.frequency_now(use)) for key, use in used.items()}
             self._used.clear()
         try:
-            self._table.save_uses(now)
+            self.table.save_uses(now)
         except sqlite3.Error as error:
             logger.warning("use counts of %s are not saved: %s", self.folder.root, error)
 
@@ -143,12 +140,30 @@ class DiskStore(Store):
         super().close()
         self.folder.close()
 
+    def enter(self, key: str) -> bool:
+        """Enter a file into the catalog and the account of bytes that is in neither; False if it is not usable."""
+        with self._lock, self.table.database.transaction():
+            try:
+                recovery.enter(self.folder, self.table, self.catalog, key)
+            except (OSError, ValueError):
+                return False
+            self._learn_of_new_files()
+            self._make_room(0)
+            return True
+
+    def clear_after_dead_owners(self) -> None:
+        """Settle what processes that died were writing."""
+        alive = self.folder.clear_after_dead_owners()
+        for reservation in self.table.reservations():
+            if reservation.owner not in alive:
+                recovery.settle(self.folder, self.table, self.catalog, reservation)
+
     def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
         try:
             if self._is_expired(key):
                 self._try_drop(key, "expired")
                 return None, None
-            return self._read(key), None
+            return self.read(key), None
         except ValueError as error:
             if not isinstance(error, ChunkFileError):  # a key that is no hash has no file
                 return None, None
@@ -160,7 +175,7 @@ class DiskStore(Store):
         """Read again while no other thread can replace or delete the file, and remove it if it is bad."""
         with self._lock:
             try:
-                return self._read(key), None
+                return self.read(key), None
             except FileNotFoundError:
                 if key not in self._policy.entries:
                     return None, None
@@ -173,7 +188,13 @@ class DiskStore(Store):
             except OSError:
                 return None, "io_error"
 
-    def _read(self, key: str) -> StoreEntry:
+    def read(self, key: str) -> StoreEntry:
+        """The entry in a file, verified; counts nothing and changes nothing.
+
+        Raises:
+            OSError: the file cannot be read.
+            ChunkFileError: it is not a whole chunk file of this key (a ValueError, as for keys that are no hashes).
+        """
         entry, _ = chunk_file.load(self.folder.read(key), self._secret)
         if entry.key != key:
             raise ChunkFileError("swapped", f"holds {entry.key[:16]}")
@@ -210,20 +231,20 @@ class DiskStore(Store):
         """Make room for a file of `num_bytes` and set that aside, or say why not."""
         if num_bytes > self.budget_bytes:
             return None, "too_large"
-        with self._lock, self._table.database.transaction():
+        with self._lock, self.table.database.transaction():
             self._settle_failed_writes()
             self._learn_of_new_files()
             for expired in self._policy.expired():
                 self._drop(expired, "expired")
-            if self._table.total_bytes() + num_bytes > self.budget_bytes and self._table.bytes_of(key) is not None:
+            if self.table.total_bytes() + num_bytes > self.budget_bytes and self.table.bytes_of(key) is not None:
                 self._drop(key, None)
             if not self._make_room(num_bytes):
                 return None, "pinned"
-            return self._table.reserve(self.folder.owner, key, num_bytes), None
+            return self.table.reserve(self.folder.owner, key, num_bytes), None
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict until `num_bytes` more fit in the budget; whether they do. Inside a transaction."""
-        while self._table.total_bytes() + num_bytes > self.budget_bytes:
+        while self.table.total_bytes() + num_bytes > self.budget_bytes:
             victim = self._policy.victim(self._pins)
             if victim is None:
                 return False
@@ -235,11 +256,11 @@ class DiskStore(Store):
         staged = None
         try:
             staged = self.folder.stage(data)
-            with self._lock, self._table.database.transaction():
+            with self._lock, self.table.database.transaction():
                 self._learn_of_new_files()
                 self.folder.publish(staged, entry.key)
-                self._last_seq = self._table.add(_info_of(entry, len(data)))
-                self._table.release(reservation)
+                self._last_seq = self.table.add(_info_of(entry, len(data)))
+                self.table.release(reservation)
                 self._policy.add(entry.key, len(data))
             self.folder.sync(entry.key)
         except BaseException:
@@ -252,7 +273,7 @@ class DiskStore(Store):
     def _drop(self, key: str, reason: str | None) -> bool:
         """Delete a file and its row, inside a transaction. The file first: a row too many does no harm."""
         had_file = self.folder.remove(key)
-        had_row = self._table.remove(key)
+        had_row = self.table.remove(key)
         self._policy.remove(key)
         if reason is not None and (had_file or had_row):
             self.stats.evictions[reason] += 1
@@ -260,20 +281,20 @@ class DiskStore(Store):
 
     def _try_drop(self, key: str, reason: str) -> None:
         try:
-            with self._lock, self._table.database.transaction():
+            with self._lock, self.table.database.transaction():
                 self._drop(key, reason)
         except (OSError, sqlite3.Error, StoreError) as error:
             self._warn_once(key, "undeletable", "%s cannot be removed: %s", key[:16], error)
 
     def _learn_of_new_files(self) -> None:
         """Tell the policy of files that were stored since the last call, by any process."""
-        self._last_seq, uses = self._table.uses_after(self._last_seq)
+        self._last_seq, uses = self.table.uses_after(self._last_seq)
         for key, use in uses:
             self._policy.restore(key, use)
 
     def _settle_failed_writes(self) -> None:
         while self._unsettled:
-            recovery.settle(self.folder, self._table, self.catalog, self._unsettled[-1])
+            recovery.settle(self.folder, self.table, self.catalog, self._unsettled[-1])
             self._unsettled.pop()
 
 

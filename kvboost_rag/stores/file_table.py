@@ -74,6 +74,14 @@ class FileTable:
         """Bytes of all files, and those reserved for files being written."""
         return int(self.database.read("SELECT num_bytes FROM disk_state")[0][0])
 
+    def recount(self) -> None:
+        """Sum the account anew from the rows."""
+        with self.database.transaction() as db:
+            db.execute(
+                "UPDATE disk_state SET num_bytes = (SELECT coalesce(sum(num_bytes), 0) FROM files)"
+                " + (SELECT coalesce(sum(num_bytes), 0) FROM reservations)"
+            )
+
     def bytes_of(self, key: str) -> int | None:
         """Bytes of one file, or None if there is no such row."""
         found = self.database.read("SELECT num_bytes FROM files WHERE key = ?", (key,))

@@ -16,7 +16,7 @@ MEMORY = "memory"
 
 
 def open_store(
-    spec: Store | str | Path,
+    spec: Store | str | Path | None,
     *,
     memory_bytes: int | None = None,
     disk_bytes: int | None = None,
@@ -27,7 +27,7 @@ def open_store(
     """The store that `spec` names.
 
     Args:
-        spec: a `Store` (returned as it is), `"memory"`, or a folder: memory over disk, made if it does not exist.
+        spec: a `Store` (returned as it is), `"memory"` or None, or a folder: memory over disk, made if missing.
         memory_bytes, disk_bytes: budgets; None: `kv_cache_size_ratio` of each tier's total.
         policy: eviction policy of every tier, by name (`stores.eviction.make_policy`).
         device: a CUDA device adds a tier there, with `kv_cache_size_ratio` of its memory; others add nothing.
@@ -39,6 +39,7 @@ def open_store(
     """
     if isinstance(spec, Store):
         return spec
+    spec = MEMORY if spec is None else spec
     if not isinstance(spec, (str, os.PathLike)) or not str(spec):
         raise TypeError(f'store={spec!r}: expected a Store, a folder, or "memory"')
     memory = MemoryStore(memory_bytes, kv_cache_size_ratio=kv_cache_size_ratio, policy=policy)

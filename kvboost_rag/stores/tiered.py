@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvboost_rag.datamodels import EntryCheck, StoreEntry
-from kvboost_rag.stores.base import EntryInfo, Store
+from kvboost_rag.stores.base import EntryInfo, Store, StoreStats
 from kvboost_rag.stores.memory import MemoryStore, OnEvict
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,10 @@ class TieredStore(Store):
     @property
     def bytes_held(self) -> Mapping[str, int]:
         return {name: held for tier in self.tiers for name, held in tier.bytes_held.items()}
+
+    @property
+    def tier_stats(self) -> Mapping[str, StoreStats]:
+        return {name: stats for tier in self.tiers for name, stats in tier.tier_stats.items()}
 
     def tier_of(self, key: str) -> str | None:
         return next((name for tier in self.tiers if (name := tier.tier_of(key)) is not None), None)

@@ -1,0 +1,154 @@
+"""Checking a store's folder against itself, and clearing up what does not belong there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvboost_rag.chunk_keys import content_hash
+from kvboost_rag.stores.base import Store
+from kvboost_rag.stores.chunk_file import ChunkFileError
+from kvboost_rag.stores.disk import DiskStore
+from kvboost_rag.stores.maintenance import forget
+from kvboost_rag.stores.tiered import TieredStore
+
+Progress = Callable[[int, int], None]
+"""Called with the number of files done and of all files."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is not as it should be; `what` is short, for counting."""
+
+    key: str
+    what: str
+    detail: str
+
+
+@dataclass
+class VerifyReport:
+    """What `verify` read. The store is sound if there are no problems."""
+
+    num_files: int = 0
+    num_bytes: int = 0
+    num_chunks_known: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, key: str, what: str, detail: str) -> None:
+        """Note a problem."""
+        self.problems.append(Problem(key, what, detail))
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What `gc` did: things removed by kind, files entered, rows of vanished files dropped."""
+
+    removed: dict[str, int]
+    entered: int
+    rows_dropped: int
+
+
+def disk_of(store: Store) -> DiskStore:
+    """The disk tier of a store.
+
+    Raises:
+        ValueError: it has none.
+    """
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    for tier in tiers:
+        if isinstance(tier, DiskStore):
+            return tier
+    raise ValueError("this store keeps nothing on disk; name its folder")
+
+
+def verify(store: Store, progress: Progress | None = None) -> VerifyReport:
+    """Read every chunk file whole, compare it with its seal, its name, the account of bytes and the catalog.
+
+    Changes nothing. Files written or removed by others meanwhile may be reported although nothing is wrong.
+
+    Raises:
+        ValueError: the store keeps nothing on disk.
+    """
+    disk = disk_of(store)
+    rows = {info.key: info for info in disk.entries()}
+    keys = sorted({*disk.folder.list_keys(), *rows})
+    report = VerifyReport()
+    for done, key in enumerate(keys, 1):
+        _verify_file(disk, key, rows[key].num_bytes if key in rows else None, report)
+        if progress is not None:
+            progress(done, len(keys))
+    _verify_catalog(disk, report)
+    return report
+
+
+def gc(store: Store, progress: Progress | None = None) -> Collected:
+    """Mend what `verify` finds, and clear up after processes that died.
+
+    Damaged files, chunk KV that the catalog does not know, and records that are damaged or whose encoding context is
+    lost are removed; files without a row are entered; rows without a file are dropped; the account is summed anew.
+
+    Raises:
+        ValueError: the store keeps nothing on disk.
+        StoreError: a file cannot be removed.
+    """
+    disk = disk_of(store)
+    store.flush()
+    report = verify(store, progress)
+    removed: dict[str, int] = {}
+    entered = rows_dropped = 0
+    for problem in report.problems:
+        if problem.what == "not accounted for":
+            entered += disk.enter(problem.key)
+        elif problem.what == "vanished":
+            rows_dropped += disk.delete(problem.key, "vanished")
+        elif problem.what in ("corrupt", "truncated", "swapped", "wrong size"):
+            removed["corrupt"] = removed.get("corrupt", 0) + store.delete(problem.key, "corrupt")
+        elif problem.what == "unknown chunk":
+            removed["unknown"] = removed.get("unknown", 0) + store.delete(problem.key)
+        elif problem.what in ("damaged row", "context lost"):
+            removed["unusable record"] = removed.get("unusable record", 0) + forget(store, [problem.key]).num_chunks
+    disk.clear_after_dead_owners()
+    disk.table.recount()
+    disk.catalog.purge()
+    return Collected(removed, entered, rows_dropped)
+
+
+def _verify_file(disk: DiskStore, key: str, accounted: int | None, report: VerifyReport) -> None:
+    size = disk.folder.size(key)
+    if size is None:
+        report.add(key, "vanished", "in the catalog, but there is no file")
+        return
+    report.num_files += 1
+    report.num_bytes += size
+    try:
+        entry = disk.read(key)
+    except ChunkFileError as error:
+        report.add(key, error.reason, str(error))
+        return
+    except OSError as error:
+        report.add(key, "unreadable", str(error))
+        return
+    if accounted is None:
+        report.add(key, "not accounted for", "there is a file, but no row in the catalog")
+    elif accounted != size:
+        report.add(key, "wrong size", f"{size} bytes, {accounted} in the catalog")
+    is_chunk = content_hash(entry.fingerprint, entry.namespace, entry.token_ids) == key
+    if is_chunk and disk.catalog.get(key) is None:
+        report.add(key, "unknown chunk", "the catalog does not know this chunk")
+
+
+def _verify_catalog(disk: DiskStore, report: VerifyReport) -> None:
+    hashes = disk.catalog.hashes()
+    found = disk.catalog.get_many(hashes)
+    report.num_chunks_known = len(found)
+    for key in hashes:
+        if key not in found:
+            report.add(key, "damaged row", "the catalog's row does not have its hash")
+            continue
+        try:
+            disk.catalog.context_ids(found[key])
+        except KeyError as error:
+            report.add(key, "context lost", f"token ids of neighbour {error} are missing")
+    held, rows = disk.bytes_held["disk"], sum(info.num_bytes for info in disk.entries())
+    if held != rows and not disk.table.reservations():
+        report.add("", "account", f"{held} bytes accounted, {rows} in the rows of files")
