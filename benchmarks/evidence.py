@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.embeddings import load_embedder
 from kvboost_rag.repair import STRATEGIES, QueryRepair, RepairStrategy
-from kvboost_rag.retrieval import TextEmbedder
 from kvboost_rag.stores import MemoryStore
 
 SYSTEM = "You answer questions using the passages."
@@ -36,7 +36,7 @@ def messages(question: str, docs: Sequence[str]) -> list[dict[str, str]]:
 
 def nearest_texts(texts: Sequence[str], count: int) -> dict[str, list[str]]:
     """For each text the most similar other ones, nearest last."""
-    vectors = TextEmbedder().embed(texts)
+    vectors = load_embedder()(texts)
     similarity = vectors @ vectors.T
     np.fill_diagonal(similarity, -1)
     order = np.argsort(-similarity, axis=1)[:, :count]

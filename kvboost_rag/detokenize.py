@@ -46,7 +46,10 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Cuts text off at the first occurrence of any stop string, and holds back what may become one."""
+    """Cuts text off where the first stop string to be completed begins, and holds back what may become one.
+
+    "First to be completed" does not depend on the pieces in which the text arrives.
+    """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -58,10 +61,11 @@ class StopMatcher:
         if self.matched:
             return ""
         self._held += text
-        found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        found = [(at + len(s), at) for s in self._stop if (at := self._held.find(s)) >= 0]
         if found:
             self.matched = True
-            out, self._held = self._held[: min(found)], ""
+            _, start = min(found)
+            out, self._held = self._held[:start], ""
             return out
         keep = max((self._overlap(s) for s in self._stop), default=0)
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

@@ -1,0 +1,112 @@
+"""One worker: callers queue, streams cancel, errors cross threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvboost_rag.worker import Stream, Worker
+
+
+@pytest.fixture
+def worker():  # noqa: ANN201 - a fixture
+    worker = Worker("test")
+    yield worker
+    worker.close()
+
+
+def test_jobs_never_overlap(worker: Worker) -> None:
+    running, most = 0, 0
+
+    def job() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.002)
+        running -= 1
+
+    threads = [threading.Thread(target=lambda: worker.submit(job).result()) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+
+
+def test_items_come_in_order_and_may_be_taken_by_other_threads(worker: Worker) -> None:
+    def job(emit: Callable[[int], None], cancelled: threading.Event) -> None:
+        for i in range(5):
+            emit(i)
+
+    iterator = iter(Stream(worker, job))
+    got: list[int] = []
+    for _ in range(5):
+        thread = threading.Thread(target=lambda: got.append(next(iterator)))
+        thread.start()
+        thread.join()
+    assert got == [0, 1, 2, 3, 4]
+
+
+def test_errors_reach_the_consumer(worker: Worker) -> None:
+    def job(emit: Callable[[int], None], cancelled: threading.Event) -> None:
+        emit(1)
+        raise ZeroDivisionError("in the worker")
+
+    iterator = iter(Stream(worker, job))
+    assert next(iterator) == 1
+    with pytest.raises(ZeroDivisionError, match="in the worker"):
+        next(iterator)
+
+
+def test_closing_early_cancels_the_running_job(worker: Worker) -> None:
+    ended = threading.Event()
+
+    def job(emit: Callable[[int], None], cancelled: threading.Event) -> None:
+        emit(1)
+        assert cancelled.wait(5)
+        ended.set()
+
+    iterator = iter(Stream(worker, job))
+    next(iterator)
+    iterator.close()  # type: ignore[attr-defined]
+    assert ended.wait(5)
+
+
+def test_a_cancelled_job_that_has_not_begun_never_runs(worker: Worker) -> None:
+    gate, ran = threading.Event(), threading.Event()
+    worker.submit(lambda: gate.wait(5))
+    stream: Stream[int] = Stream(worker, lambda emit, cancelled: ran.set())
+    stream.cancel()
+    gate.set()
+    worker.submit(lambda: None).result()
+    assert not ran.is_set()
+
+
+def test_a_job_must_not_wait_for_its_own_worker(worker: Worker) -> None:
+    def job() -> None:
+        worker.submit(lambda: None).result()
+
+    with pytest.raises(RuntimeError, match="inside a running request"):
+        worker.submit(job).result()
+
+
+def test_a_closed_worker_says_so() -> None:
+    worker = Worker("test")
+    assert worker.close()
+    assert not worker.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.submit(lambda: None)
+
+
+def test_closing_ends_streams_that_wait() -> None:
+    worker = Worker("test")
+    gate = threading.Event()
+    worker.submit(lambda: gate.wait(5))
+    stream: Stream[int] = Stream(worker, lambda emit, cancelled: None)
+    threading.Timer(0.05, gate.set).start()
+    worker.close()
+    with pytest.raises(RuntimeError, match="closed before"):
+        list(stream)
