@@ -8,24 +8,9 @@ in `__init__.py`):
 - `deviation`, `attention_kl`: how far freshly computed keys and values are from stored ones.
 
 On CUDA and HIP tensors the Triton kernels run where Triton is installed, otherwise the plain torch reference.
-Importing this package does not import Triton.
+No import of this package imports Triton; the first launch does.
+
+    from kvboost_kernels.place_chunk import Chunk, Quantised, Rotation, place_chunk
+    from kvboost_kernels.row_attention import row_attention
+    from kvboost_kernels.deviation import attention_kl, deviation
 """
-
-from kvboost_kernels.deviation import Deviation, attention_kl, deviation
-from kvboost_kernels.dispatch import Backend
-from kvboost_kernels.place_chunk import Chunk, Quantised, Rotation, dequantise, place_chunk
-from kvboost_kernels.row_attention import RowAttention, row_attention
-
-__all__ = [
-    "place_chunk",
-    "Chunk",
-    "Quantised",
-    "Rotation",
-    "dequantise",
-    "row_attention",
-    "RowAttention",
-    "deviation",
-    "Deviation",
-    "attention_kl",
-    "Backend",
-]

@@ -42,8 +42,15 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel needs. `spills`: instructions that touch thread-local memory (NVIDIA, from the SASS),
-    or spilled registers (AMD, from the code object's metadata). `vector_bits`: widest global load."""
+    """What one compiled kernel needs.
+
+    Attributes:
+        registers: per thread (AMD: vector and accumulator registers).
+        spills: NVIDIA: instructions that access thread-local memory, from the SASS, or stack bytes where these are
+            more. AMD: spilled vector registers and scratch bytes, from the code object.
+        scalar_spills: AMD: scalar registers parked in lanes of a vector register. No memory traffic.
+        vector_bits: widest load from global memory.
+    """
 
     case: str
     target: str
@@ -51,6 +58,7 @@ class Usage:
     registers: int
     shared_bytes: int
     spills: int
+    scalar_spills: int
     vector_bits: int
     num_warps: int
 
@@ -87,22 +95,31 @@ def usage(case: str, target_name: str, launch: Launch) -> Usage:
     """Compile `launch` for a target and read the resources it needs from the binary."""
     compiled = compile_launch(launch, TARGETS[target_name])
     read = _read_amd if TARGETS[target_name].backend == "hip" else _read_nvidia
-    registers, spills, vector_bits = read(compiled)
-    shared = compiled.metadata.shared
-    return Usage(case, target_name, launch.kernel.__name__, registers, shared, spills, vector_bits, launch.num_warps)
+    return Usage(
+        case=case,
+        target=target_name,
+        kernel=launch.kernel.__name__,
+        num_warps=launch.num_warps,
+        shared_bytes=compiled.metadata.shared,
+        **read(compiled),
+    )
 
 
-def _read_nvidia(compiled: Any) -> tuple[int, int, int]:
+def _read_nvidia(compiled: Any) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(compiled.asm["cubin"])
         resources, sass = _cuobjdump("-res-usage", path), _cuobjdump("-sass", path)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", resources)
-    if found is None:
-        raise RuntimeError(f"cuobjdump gave no resource usage:\n{resources}")
     local = len(re.findall(r"\b(?:LDL|STL)\b", sass))
-    loads = [int(bits or 32) for bits in re.findall(r"\b(?:LDG|LDGSTS)\.E(?:\.BYPASS|\.LTC128B|\.CONSTANT)*\.?(64|128)?\b", sass)]
-    return int(found[1]), max(local, int(found[2])), max(loads, default=0)
+    instructions = re.findall(r"\b(?:LDG|LDGSTS)[.\w]*", sass)  # LDG.E.128.CONSTANT: 128 bits; LDG.E: 32
+    loads = [next((bits for bits in (128, 64) if f".{bits}" in i), 32) for i in instructions]
+    spills = max(local, int(_find(r"STACK:(\d+)", resources)))
+    return {
+        "registers": int(_find(r"REG:(\d+)", resources)),
+        "spills": spills,
+        "scalar_spills": 0,
+        "vector_bits": max(loads, default=0),
+    }
 
 
 def _cuobjdump(flag: str, path: Path) -> str:
@@ -110,14 +127,20 @@ def _cuobjdump(flag: str, path: Path) -> str:
     return subprocess.run([tool, flag, path], check=True, capture_output=True, text=True).stdout
 
 
-def _read_amd(compiled: Any) -> tuple[int, int, int]:
+def _read_amd(compiled: Any) -> dict[str, int]:
     text = compiled.asm["amdgcn"]
-    vgpr, agpr, vector_spills, scalar_spills, scratch = (
-        int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # type: ignore[index]
-        for name in ("vgpr_count", "agpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-    )
+    names = ("vgpr_count", "agpr_count", "vgpr_spill_count", "private_segment_fixed_size", "sgpr_spill_count")
+    vgpr, agpr, spilled, scratch, scalar = (int(_find(rf"\.{name}:\s+(\d+)", text)) for name in names)
     loads = [32 * int(n or 1) for n in re.findall(r"\b(?:global|buffer)_load_dword(?:x(\d))?\b", text)]
-    return vgpr + agpr, vector_spills + scalar_spills + scratch, max(loads, default=0)
+    bits = max(loads, default=0)
+    return {"registers": vgpr + agpr, "spills": spilled + scratch, "scalar_spills": scalar, "vector_bits": bits}
+
+
+def _find(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"no {pattern!r} in the compiler's output; its format has changed:\n{text[-2000:]}")
+    return found[1]
 
 
 def table(rows: Sequence[Usage]) -> str:
@@ -130,7 +153,8 @@ def table(rows: Sequence[Usage]) -> str:
         grouped.setdefault((row.case, row.kernel, row.num_warps), {})[row.target] = row
     for (case, kernel, warps), found in grouped.items():
         cells = [
-            f"{u.registers}, {u.shared_bytes / 1024:g} KiB, {u.vector_bits} bit, {u.spills}"
+            f"{u.registers}, {u.shared_bytes / 1024:.3g} KiB, {u.vector_bits} bit, {u.spills}"
+            + (f" (+ {u.scalar_spills} scalar)" if u.scalar_spills else "")
             for u in (found[n] for n in names)
         ]
         lines.append(f"| {case} | `{kernel}` | {warps} | " + " | ".join(cells) + " |")

@@ -14,7 +14,7 @@ from kvboost_kernels.row_attention.plan import plan as plan_attention
 from kvboost_kernels.row_attention.request import Request
 
 _TOKENS = 64
-_WINDOW = {"sliding_window": 48}
+_WINDOW: dict[str, Any] = {"sliding_window": 48}
 
 
 def cases(hip: bool) -> dict[str, list[Launch]]:
@@ -24,7 +24,7 @@ def cases(hip: bool) -> dict[str, list[Launch]]:
 
 def _attention_cases(hip: bool) -> dict[str, list[Launch]]:
     found = {}
-    for name, dtype, dims, group, options, splits in (
+    variants: tuple[tuple[str, torch.dtype, tuple[int, int], int, dict[str, Any], int], ...] = (
         ("bf16, 64, GQA 3", torch.bfloat16, (64, 64), 3, {}, 1),
         ("bf16, 128, GQA 4, mass, entropy, split keys", torch.bfloat16, (128, 128), 4, {"entropy": True}, 8),
         ("fp16, 80", torch.float16, (80, 80), 1, {}, 1),
@@ -33,7 +33,8 @@ def _attention_cases(hip: bool) -> dict[str, list[Launch]]:
         ("bf16, 64, GQA 8, window, sinks, entropy", torch.bfloat16, (64, 64), 8, _WINDOW | {"entropy": True}, 1),
         ("fp32, 64, GQA 3, mass, entropy", torch.float32, (64, 64), 3, {"entropy": True}, 1),
         ("fp32, 256, GQA 4, mass", torch.float32, (256, 256), 4, {}, 2),
-    ):
+    )
+    for name, dtype, dims, group, options, splits in variants:
         request = _request(dtype, dims, group, mass="mass" in name, sinks="sinks" in name, **options)
         found[f"row_attention {name}"] = plan_attention(request, splits, hip)[0]
     return found
@@ -53,12 +54,13 @@ def _deviation_cases() -> dict[str, list[Launch]]:
 
 def _kl_cases(hip: bool) -> dict[str, list[Launch]]:
     found = {}
-    for name, dtype, dim, options in (
+    variants: tuple[tuple[str, torch.dtype, int, dict[str, Any]], ...] = (
         ("bf16, 128", torch.bfloat16, 128, {}),
         ("bf16, 256, window, softcap", torch.bfloat16, 256, _WINDOW | {"softcap": 50.0}),
         ("fp32, 64", torch.float32, 64, {}),
         ("fp32, 256", torch.float32, 256, {}),
-    ):
+    )
+    for name, dtype, dim, options in variants:
         found[f"attention_kl {name}"] = [plan_attention_kl(_request(dtype, (dim, dim), 2, **options), hip)[0]]
     return found
 

@@ -57,8 +57,11 @@ def deviation(
     if fresh_keys.shape[:3] != fresh_values.shape[:3]:
         raise ValueError(f"keys {tuple(fresh_keys.shape)} and values {tuple(fresh_values.shape)} differ in tokens")
     tensors = {
-        **{"fresh_keys": fresh_keys, "fresh_values": fresh_values, "rows": rows},
-        **{"stored_keys": stored_keys, "stored_values": stored_values},
+        "fresh_keys": fresh_keys,
+        "fresh_values": fresh_values,
+        "stored_keys": stored_keys,
+        "stored_values": stored_values,
+        "rows": rows,
     }
     if uses_triton(backend, tensors):
         from kvboost_kernels.deviation.plan import plan_deviation

@@ -29,15 +29,24 @@ def plan_deviation(
     widest = triton.next_power_of_2(max(key_dim, value_dim))
     block_t = max(8, min(32, _TILE_ELEMENTS // widest))
     args: dict[str, Any] = {
-        **{"fresh_keys": fresh_keys, "fresh_values": fresh_values},
-        **{"stored_keys": stored_keys, "stored_values": stored_values},
-        **{"rows": None if rows is None else rows.contiguous(), "keys": keys, "values": values},
+        "fresh_keys": fresh_keys,
+        "fresh_values": fresh_values,
+        "stored_keys": stored_keys,
+        "stored_values": stored_values,
+        "rows": None if rows is None else rows.contiguous(),
+        "keys": keys,
+        "values": values,
         **_strides("fk", fresh_keys),
         **_strides("sk", stored_keys),
         **_strides("fv", fresh_values),
         **_strides("sv", stored_values),
-        **{"num_heads": heads, "num_tokens": tokens, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "BLOCK_T": block_t},
-        **{"BLOCK_K": triton.next_power_of_2(key_dim), "BLOCK_V": triton.next_power_of_2(value_dim)},
+        "num_heads": heads,
+        "num_tokens": tokens,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_T": block_t,
+        "BLOCK_K": triton.next_power_of_2(key_dim),
+        "BLOCK_V": triton.next_power_of_2(value_dim),
     }
     return Launch(deviation_kernel, (triton.cdiv(tokens, block_t), layers, 2), args), keys, values
 
@@ -50,7 +59,8 @@ def plan_attention_kl(request: Request, hip: bool = IS_HIP) -> tuple[Launch, tor
     args = shared_args(request, tiles)
     stored = dict(zip(("s_h", "s_n", "s_d"), request.value.stride()[1:], strict=True))
     fresh = {f"f_{axis}": args.pop(f"k_{axis}") for axis in "hnd"}
-    args |= {"fresh": args.pop("key"), "stored": request.value, "DIM": args.pop("KEY_DIM"), "out": out, **stored, **fresh}
+    args |= {"fresh": args.pop("key"), "stored": request.value, **fresh, **stored}
+    args |= {"out": out, "DIM": args.pop("KEY_DIM")}
     grid = (triton.cdiv(num_rows * request.group, tiles.block_m), request.key.shape[1])
     return Launch(kl_kernel, grid, args, tiles.num_warps, tiles.num_stages), out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvboost_kernels.tiles import finite_or_zero, load_rows, logits2, packed_rows, visible_range
+from kvboost_kernels.tiles import finite_or_zero, load_rows, logits2, packed_rows, products, visible_range
 
 
 @triton.jit
@@ -17,8 +17,8 @@ def relative_distance(
     moved = tl.zeros([BLOCK_T], tl.float32)
     norm = tl.zeros([BLOCK_T], tl.float32)
     for _head in range(num_heads):
-        a = load_rows(fresh, token * f_t, f_d, live, DIM, BLOCK_D).to(tl.float32)
-        b = load_rows(stored, stored_token * s_t, s_d, live, DIM, BLOCK_D).to(tl.float32)
+        a = load_rows(fresh, token * f_t, f_d, live, 0, DIM, BLOCK_D).to(tl.float32)
+        b = load_rows(stored, stored_token * s_t, s_d, live, 0, DIM, BLOCK_D).to(tl.float32)
         moved += tl.sum((a - b) * (a - b), 1)
         norm += tl.sum(b * b, 1)
         fresh += f_h
@@ -60,12 +60,13 @@ def kl_kernel(
     query, fresh, stored, rows, out, q_h, q_r, q_d, f_h, f_n, f_d, s_h, s_n, s_d,
     num_rows, kv_len, scaling, softcap, window,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DOT: tl.constexpr,
+    CHUNK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of packed rows, key heads). `KL = E_fresh[a - b] - log sum exp(a) + log sum exp(b)`."""
     kv_head = tl.program_id(1).to(tl.int64)
     head, row, position, live = packed_rows(rows, num_rows, kv_head, GROUP, BLOCK_M)
-    q = load_rows(query, head * q_h + row * q_r, q_d, live, DIM, BLOCK_K)
+    q_at = head * q_h + row * q_r
+    q = load_rows(query, q_at, q_d, live, 0, DIM, BLOCK_K)
     low, high = visible_range(position, live, kv_len, window, BLOCK_N)
     top_a = tl.full([BLOCK_M], float("-inf"), tl.float32)
     top_b = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -73,17 +74,20 @@ def kl_kernel(
     total_b = tl.zeros([BLOCK_M], tl.float32)
     gap = tl.zeros([BLOCK_M], tl.float32)
     for n in range(low, high, BLOCK_N):
-        column = (n + tl.arange(0, BLOCK_N)).to(tl.int64)
+        column = n + tl.arange(0, BLOCK_N)
+        wide = column.to(tl.int64)
         inside = column < high
-        k = load_rows(fresh + kv_head * f_h, column * f_n, f_d, inside, DIM, BLOCK_K)
-        a, visible = logits2(q, k, position, column, kv_len, scaling, softcap, window, DOT)
-        k = load_rows(stored + kv_head * s_h, column * s_n, s_d, inside, DIM, BLOCK_K)
-        b, _ = logits2(q, k, position, column, kv_len, scaling, softcap, window, DOT)
+        a = products(query, q_at, q_d, live, q, fresh + kv_head * f_h, wide * f_n, f_d, inside,
+                     DIM, BLOCK_K, CHUNK, DOT, PRECISION)  # fmt: skip
+        a = logits2(a, position, column, kv_len, scaling, softcap, window)
+        b = products(query, q_at, q_d, live, q, stored + kv_head * s_h, wide * s_n, s_d, inside,
+                     DIM, BLOCK_K, CHUNK, DOT, PRECISION)  # fmt: skip
+        b = logits2(b, position, column, kv_len, scaling, softcap, window)
         new_a, new_b = tl.maximum(top_a, tl.max(a, 1)), tl.maximum(top_b, tl.max(b, 1))
         shift_a, shift_b = finite_or_zero(new_a), finite_or_zero(new_b)
         p = tl.exp2(a - shift_a[:, None])
         keep = tl.exp2(top_a - shift_a)
-        gap = gap * keep + tl.sum(p * tl.where(visible, a - b, 0.0), 1)
+        gap = gap * keep + tl.sum(p * tl.where(p > 0, a - b, 0.0), 1)
         total_a = total_a * keep + tl.sum(p, 1)
         total_b = total_b * tl.exp2(top_b - shift_b) + tl.sum(tl.exp2(b - shift_b[:, None]), 1)
         top_a, top_b = new_a, new_b

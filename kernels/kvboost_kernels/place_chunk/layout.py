@@ -25,7 +25,8 @@ class Quantised:
         codes: uint8. 8 bits: `[num_layers, num_kv_heads, seq_len, head_dim]`. 4 bits: `[…, seq_len, head_dim // 2]`,
             channel `c` of the first half of the head in the low nibble of byte `c`, channel `c + head_dim // 2` in
             its high nibble, so that unpacking writes two contiguous halves.
-        scale, offset: float32, `[num_layers, num_kv_heads, ceil(seq_len / token_group), ceil(head_dim / channel_group)]`.
+        scale, offset: float32, `[num_layers, num_kv_heads, num_token_groups, num_channel_groups]`; the last group of
+            an axis may be short.
         bits: 4 or 8.
     """
 
@@ -93,7 +94,8 @@ class Rotation:
 
     Attributes:
         cos, sin: float32 `[num_positions, rotary_dim // 2]`, with any attention scaling (YaRN) already in them.
-        pairing: `half` turns channel `i` with `i + rotary_dim // 2` (Llama), `interleaved` `2 i` with `2 i + 1` (GPT-J).
+        pairing: `half` turns channel `i` with `i + rotary_dim // 2` (Llama), `interleaved` `2 i` with `2 i + 1`
+            (GPT-J).
         rotary_last: the rotated channels are the last `rotary_dim` of the head (DeepSeek) instead of the first.
     """
 
@@ -118,9 +120,13 @@ def check(chunks: Sequence[Chunk], keys: torch.Tensor, values: torch.Tensor, rot
     """Raise `ValueError` unless every chunk fits the buffers, the tables and the other chunks."""
     for name, buffer in (("keys", keys), ("values", values)):
         if buffer.dim() != 4 or buffer.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name}: expected float [num_layers, num_kv_heads, capacity, dim], got {_describe(buffer)}")
+            raise ValueError(
+                f"{name}: expected float [num_layers, num_kv_heads, capacity, dim], got {_describe(buffer)}"
+            )
     if keys.shape[:3] != values.shape[:3]:
-        raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in layers, heads or capacity")
+        raise ValueError(
+            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in layers, heads or capacity"
+        )
     if rotation is not None and rotation.rotary_dim > keys.shape[3]:
         raise ValueError(f"the tables rotate {rotation.rotary_dim} channels, but keys have {keys.shape[3]}")
     limit = keys.shape[2] if rotation is None else min(keys.shape[2], rotation.cos.shape[0])

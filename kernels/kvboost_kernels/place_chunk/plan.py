@@ -24,9 +24,7 @@ _TILE_ELEMENTS = 4096
 """Elements of a tile, for 128 threads: enough bytes in flight, no spills (`docs/kernels.md`)."""
 
 
-def plan(
-    chunks: Sequence[Chunk], keys: torch.Tensor, values: torch.Tensor, rotation: Rotation | None
-) -> list[Launch]:
+def plan(chunks: Sequence[Chunk], keys: torch.Tensor, values: torch.Tensor, rotation: Rotation | None) -> list[Launch]:
     """One launch for each storage format among the chunks that hold tokens."""
     groups: dict[tuple[Any, ...], list[Chunk]] = {}
     for chunk in chunks:

@@ -21,7 +21,10 @@ def place_chunk_reference(
 
 
 def dequantise(source: torch.Tensor | Quantised) -> torch.Tensor:
-    """The values that the codes stand for, float32 `[num_layers, num_kv_heads, seq_len, head_dim]`; a tensor as it is."""
+    """The values that the codes stand for, float32 `[num_layers, num_kv_heads, seq_len, head_dim]`.
+
+    A tensor is returned as it is.
+    """
     if isinstance(source, torch.Tensor):
         return source
     codes = source.codes

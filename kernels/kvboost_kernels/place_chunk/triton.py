@@ -124,7 +124,8 @@ def place_heads(
                 store_section(target, d_t, d_d, column, live, x2 * c + x1 * s, ROTARY_START + HALF, HALF, BLOCK_H)
         for begin in tl.static_range(REST_START, REST_END, SECTION):
             x = load_section(codes, scale, offset, s_t, s_d, g_t, g_d, token_group, first, token, live,
-                             begin, min(SECTION, REST_END - begin), BLOCK_D, DIM, BITS, CHANNEL_GROUP, ONE_ROW)  # fmt: skip
+                             begin, min(SECTION, REST_END - begin), BLOCK_D,
+                             DIM, BITS, CHANNEL_GROUP, ONE_ROW)  # fmt: skip
             store_section(target, d_t, d_d, column, live, x, begin, min(SECTION, REST_END - begin), BLOCK_D)
         codes += s_h
         scale += g_h

@@ -13,7 +13,7 @@ import triton
 from kvboost_kernels.dispatch import Launch
 from kvboost_kernels.row_attention.request import Request
 from kvboost_kernels.row_attention.triton import attend_kernel, mass_kernel, merge_kernel
-from kvboost_kernels.tiles import dot_dtype
+from kvboost_kernels.tiles import dot_constants
 
 MAX_SPLITS = 32
 _TILES_PER_SPLIT = 4
@@ -29,11 +29,12 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
+    hip: bool
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """What the kernels write. `lse` and `mean` `[num_heads, num_rows]` are in units of log 2; `mass` is per key head."""
+    """What the kernels write: `lse` and `mean` `[num_heads, num_rows]` in units of log 2, `mass` for each key head."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -71,14 +72,14 @@ def plan(request: Request, num_splits: int | None = None, hip: bool = IS_HIP) ->
 
 
 def choose_tiles(key_dim: int, value_dim: int, dtype: torch.dtype, hip: bool) -> Tiles:
-    """By the wider head dimension, within 96 KiB of shared memory (64 KiB on AMD) and the register file."""
+    """By the wider head dimension: within 99 KiB of shared memory (64 KiB on AMD), no spills (`docs/kernels.md`)."""
     width = triton.next_power_of_2(max(key_dim, value_dim, 16))
     stages = 1 if hip else 2
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, stages) if width <= 128 else Tiles(16, 16, 4, stages)
-    if width <= 128:
-        return Tiles(64, 64, 4, stages)
-    return Tiles(64, 32, 8, stages)
+        return Tiles(32, 64, 8, 1, hip) if width <= 128 else Tiles(32, 16, 4, 1, hip)
+    if hip:
+        return Tiles(64, 32, 4 if width <= 128 else 8, stages, hip)
+    return Tiles(64, 64, 4, stages, hip) if width <= 128 else Tiles(64, 32, 8, stages, hip)
 
 
 def choose_splits(request: Request, row_tiles: int, block_n: int) -> int:
@@ -94,7 +95,7 @@ def choose_splits(request: Request, row_tiles: int, block_n: int) -> int:
     return max(1, min(MAX_SPLITS, wanted, triton.cdiv(visible, block_n) // _TILES_PER_SPLIT))
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=16)
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -110,7 +111,6 @@ def _allocate(request: Request) -> Buffers:
 
 
 def _plan_attention(request: Request, found: Buffers, tiles: Tiles, row_tiles: int, num_splits: int) -> list[Launch]:
-    value_dim = request.value.shape[3]
     parts, lse, mean = found.out, found.lse, found.mean
     if num_splits > 1:
         parts = found.out.new_empty(num_splits, *found.out.shape[1:], dtype=torch.float32)
@@ -121,47 +121,72 @@ def _plan_attention(request: Request, found: Buffers, tiles: Tiles, row_tiles: i
         "value": request.value,
         **_strides("v", request.value, "hnd"),
         "sinks": request.sinks if num_splits == 1 else None,
-        **{"out": parts, "lse": lse, "mean": mean},
+        "out": parts,
+        "lse": lse,
+        "mean": mean,
         **dict(zip(("o_s", "o_h", "o_r"), parts.stride(), strict=False)),
         "num_splits": num_splits,
-        "VALUE_DIM": value_dim,
-        "BLOCK_V": _block(value_dim),
+        "VALUE_DIM": request.value.shape[3],
+        "BLOCK_V": _block(request.value.shape[3]),
     }
     grid = (row_tiles, request.key.shape[1], num_splits)
     attend = Launch(attend_kernel, grid, args, tiles.num_warps, tiles.num_stages)
-    if num_splits == 1:
-        return [attend]
-    merge_args = {
-        **{"parts": parts, "part_lse": lse, "part_mean": mean, "sinks": request.sinks},
-        **{"out": found.out, "lse": found.lse, "mean": found.mean},
-        **dict(zip(("p_s", "p_h", "p_r"), parts.stride(), strict=False)),
+    return [attend] if num_splits == 1 else [attend, _plan_merge(request, Buffers(parts, lse, mean, None), found)]
+
+
+def _plan_merge(request: Request, parts: Buffers, found: Buffers) -> Launch:
+    args = {
+        "parts": parts.out,
+        "part_lse": parts.lse,
+        "part_mean": parts.mean,
+        "sinks": request.sinks,
+        "out": found.out,
+        "lse": found.lse,
+        "mean": found.mean,
+        **dict(zip(("p_s", "p_h", "p_r"), parts.out.stride(), strict=False)),
         **dict(zip(("o_h", "o_r"), found.out.stride()[1:], strict=False)),
-        **{"num_rows": request.query.shape[2], "num_splits": num_splits},
-        **{"VALUE_DIM": value_dim, "BLOCK_V": _block(value_dim), "BLOCK_S": triton.next_power_of_2(num_splits)},
+        "num_rows": request.query.shape[2],
+        "num_splits": parts.out.shape[0],
+        "VALUE_DIM": request.value.shape[3],
+        "BLOCK_V": _block(request.value.shape[3]),
+        "BLOCK_S": triton.next_power_of_2(parts.out.shape[0]),
     }
-    return [attend, Launch(merge_kernel, (request.query.shape[2], request.query.shape[1]), merge_args)]
+    return Launch(merge_kernel, (request.query.shape[2], request.query.shape[1]), args)
 
 
 def _plan_mass(request: Request, lse: torch.Tensor, mass: torch.Tensor, tiles: Tiles) -> Launch:
     assert request.mass_rows is not None
     args = {
         **shared_args(request, tiles),
-        **{"mass_rows": request.mass_rows, "num_mass_rows": request.mass_rows.numel()},
-        **{"sinks": request.sinks, "lse": lse, "mass": mass},
+        "mass_rows": request.mass_rows.contiguous(),
+        "num_mass_rows": request.mass_rows.numel(),
+        "sinks": request.sinks,
+        "lse": lse,
+        "mass": mass,
     }
     grid = (triton.cdiv(request.key.shape[2], tiles.block_n), request.key.shape[1])
     return Launch(mass_kernel, grid, args, tiles.num_warps, tiles.num_stages)
 
 
 def shared_args(request: Request, tiles: Tiles) -> dict[str, Any]:
+    """Arguments that every kernel over rows and keys takes."""
     return {
-        **{"query": request.query, "key": request.key, "rows": request.rows.contiguous()},
+        "query": request.query,
+        "key": request.key,
+        "rows": request.rows.contiguous(),
         **_strides("q", request.query, "hrd"),
         **_strides("k", request.key, "hnd"),
-        **{"num_rows": request.query.shape[2], "kv_len": request.key.shape[2]},
-        **{"scaling": float(request.scaling), "softcap": request.softcap, "window": request.sliding_window},
-        **{"GROUP": request.group, "KEY_DIM": request.key.shape[3], "BLOCK_K": _block(request.key.shape[3])},
-        **{"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "DOT": dot_dtype(request.query.dtype)},
+        "num_rows": request.query.shape[2],
+        "kv_len": request.key.shape[2],
+        "scaling": float(request.scaling),
+        "softcap": None if request.softcap is None else float(request.softcap),
+        "window": request.sliding_window,
+        "GROUP": request.group,
+        "KEY_DIM": request.key.shape[3],
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": _block(request.key.shape[3]),
+        **dot_constants(request.query.dtype, _block(request.key.shape[3]), tiles.hip),
     }
 
 

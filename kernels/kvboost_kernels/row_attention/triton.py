@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvboost_kernels.tiles import LOG2E, dot, finite_or_zero, load_rows, logits2, packed_rows, visible_range
+from kvboost_kernels.tiles import LOG2E, dot, finite_or_zero, load_rows, logits2, packed_rows, products, visible_range
 
 
 @triton.jit
@@ -14,7 +14,8 @@ def attend_kernel(
     q_h, q_r, q_d, k_h, k_n, k_d, v_h, v_n, v_d, o_s, o_h, o_r,
     num_rows, kv_len, num_splits, scaling, softcap, window,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of packed rows, key heads, splits of the visible keys).
 
@@ -24,7 +25,8 @@ def attend_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     head, row, position, live = packed_rows(rows, num_rows, kv_head, GROUP, BLOCK_M)
-    q = load_rows(query, head * q_h + row * q_r, q_d, live, KEY_DIM, BLOCK_K)
+    q_at = head * q_h + row * q_r
+    q = load_rows(query, q_at, q_d, live, 0, KEY_DIM, BLOCK_K)
     low, high = visible_range(position, live, kv_len, window, BLOCK_N)
     share = tl.cdiv(tl.cdiv(high - low, BLOCK_N), num_splits) * BLOCK_N
     start = low + split * share
@@ -35,20 +37,22 @@ def attend_kernel(
     weighted = tl.zeros([BLOCK_M], tl.float32)  # sum of exp2(s - top) * (s - top)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for n in range(start, end, BLOCK_N):
-        column = (n + tl.arange(0, BLOCK_N)).to(tl.int64)
+        column = n + tl.arange(0, BLOCK_N)
+        wide = column.to(tl.int64)
         inside = column < high  # what lies beyond may be uninitialised memory, and 0 * NaN is NaN
-        k = load_rows(key + kv_head * k_h, column * k_n, k_d, inside, KEY_DIM, BLOCK_K)
-        s, visible = logits2(q, k, position, column, kv_len, scaling, softcap, window, DOT)
+        s = products(query, q_at, q_d, live, q, key + kv_head * k_h, wide * k_n, k_d, inside,
+                     KEY_DIM, BLOCK_K, CHUNK, DOT, PRECISION)  # fmt: skip
+        s = logits2(s, position, column, kv_len, scaling, softcap, window)
         new_top = tl.maximum(top, tl.max(s, 1))
         shift = finite_or_zero(new_top)
         p = tl.exp2(s - shift[:, None])
         keep = tl.exp2(top - shift)
         if mean is not None:
             moved = weighted + total * (finite_or_zero(top) - shift)
-            weighted = keep * moved + tl.sum(p * tl.where(visible, s - shift[:, None], 0.0), 1)
+            weighted = keep * moved + tl.sum(p * tl.where(p > 0, s - shift[:, None], 0.0), 1)
         total = total * keep + tl.sum(p, 1)
-        v = load_rows(value + kv_head * v_h, column * v_n, v_d, inside, VALUE_DIM, BLOCK_V)
-        acc = acc * keep[:, None] + dot(p.to(v.dtype), v, DOT)
+        v = load_rows(value + kv_head * v_h, wide * v_n, v_d, inside, 0, VALUE_DIM, BLOCK_V)
+        acc = acc * keep[:, None] + dot(p.to(v.dtype), v, DOT, PRECISION)
         top = new_top
 
     seen = total > 0
@@ -101,12 +105,14 @@ def mass_kernel(
     query, key, rows, mass_rows, sinks, lse, mass, q_h, q_r, q_d, k_h, k_n, k_d,
     num_rows, num_mass_rows, kv_len, scaling, softcap, window,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (key tiles, key heads). Weights of the mass rows on each key, summed over rows and heads of the group."""
     kv_head = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = load_rows(key + kv_head * k_h, column * k_n, k_d, column < kv_len, KEY_DIM, BLOCK_K)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wide = column.to(tl.int64)
+    inside = column < kv_len
     found = tl.zeros([BLOCK_N], tl.float32)
     for m in range(0, num_mass_rows * GROUP, BLOCK_M):
         packed = (m + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -114,13 +120,16 @@ def mass_kernel(
         row = tl.load(mass_rows + packed // GROUP, mask=listed, other=0)
         live = listed & (row >= 0) & (row < num_rows)
         head = kv_head * GROUP + packed % GROUP
-        position = tl.load(rows + row, mask=live, other=-1)
-        q = load_rows(query, head * q_h + row * q_r, q_d, live, KEY_DIM, BLOCK_K)
-        s, visible = logits2(q, k, position, column, kv_len, scaling, softcap, window, DOT)
+        position = tl.load(rows + row, mask=live, other=-1).to(tl.int32)
+        q_at = head * q_h + row * q_r
+        q = load_rows(query, q_at, q_d, live, 0, KEY_DIM, BLOCK_K)
+        s = products(query, q_at, q_d, live, q, key + kv_head * k_h, wide * k_n, k_d, inside,
+                     KEY_DIM, BLOCK_K, CHUNK, DOT, PRECISION)  # fmt: skip
+        s = logits2(s, position, column, kv_len, scaling, softcap, window)
         norm = tl.load(lse + head * num_rows + row, mask=live, other=0.0)
         if sinks is not None:
             sink = tl.load(sinks + head, mask=live, other=float("-inf")).to(tl.float32) * LOG2E
             larger = finite_or_zero(tl.maximum(norm, sink))
             norm = larger + tl.log2(tl.exp2(norm - larger) + tl.exp2(sink - larger))
-        found += tl.sum(tl.where(visible, tl.exp2(s - norm[:, None]), 0.0), 0)
-    tl.store(mass + kv_head * kv_len + column, found, mask=column < kv_len)
+        found += tl.sum(tl.exp2(s - finite_or_zero(norm)[:, None]), 0)
+    tl.store(mass + kv_head * kv_len + column, found, mask=inside)
