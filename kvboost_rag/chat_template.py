@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTENT_MARK = "KVBOOSTUSERCONTENT"
+_TOOL_MARK = "kvboost_tool"
 
 
 def render_messages(
@@ -64,6 +65,19 @@ def user_message_head(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
     head, mark, _ = rendered.partition(_CONTENT_MARK)
     return head if mark else None
+
+
+def supports_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes offered tools into the prompt."""
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    function = {"name": _TOOL_MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
+    messages = [{"role": "user", "content": _CONTENT_MARK}]
+    try:
+        rendered = render_messages(tokenizer, messages, tools=[{"type": "function", "function": function}])
+    except ValueError:
+        return False
+    return _TOOL_MARK in rendered
 
 
 def merge_same_role(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

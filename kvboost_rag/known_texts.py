@@ -80,6 +80,17 @@ class KnownTexts:
                     del self._buckets[width][text[:width]]
             return bool(texts)
 
+    def key_of(self, text: str) -> str | None:
+        """The key of a text, or None if it is not known (or has no key)."""
+        with self._lock:
+            return self._keys.get(canonical_text(text))
+
+    def num_beginnings(self, prompt: str) -> int:
+        """Places of the prompt where the first characters of a long known text stand, whatever follows them."""
+        with self._lock:
+            index = self._buckets[WIDTHS[0]]
+            return sum(prompt[i : i + WIDTHS[0]] in index for i in range(len(prompt) - WIDTHS[0] + 1)) if index else 0
+
     def find(self, prompt: str, extra: KnownTexts | None = None) -> list[Match]:
         """Known texts in `prompt`, in order of place, none overlapping another.
 

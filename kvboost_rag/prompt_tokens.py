@@ -113,9 +113,13 @@ class PromptTokens:
             raise TypeError(f"anchor text must be a str, got {type(text).__name__}")
         return self._with_leading(self._encode(text))
 
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of `text` by itself, special tokens not added."""
+        return self._encode(text)
+
     def count(self, text: str) -> int:
         """Tokens of `text` by itself, special tokens not added."""
-        return len(self._encode(text))
+        return len(self.ids(text))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`, white space as it is."""

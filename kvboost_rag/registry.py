@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
+import uuid
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +15,15 @@ if TYPE_CHECKING:
 _ENGINES: dict[Any, KVBoost] = {}
 _LOADING: dict[Any, threading.Lock] = {}
 _LOCK = threading.Lock()
+_PICKLED: weakref.WeakValueDictionary[str, EngineSpec] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
 class EngineSpec:
     """What to load. Making one costs nothing and imports no torch; equal specs share one engine.
+
+    Copies are the spec itself. Pickled and unpickled in one process it is itself again, whatever objects it holds;
+    in another process objects cannot follow, and what was held as an object is looked for by its name.
 
     Attributes:
         model: as in `models.load.load_model`; model objects are compared by identity.
@@ -29,6 +36,7 @@ class EngineSpec:
     store: Any = None
     load: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    _ticket: str = field(default_factory=lambda: uuid.uuid4().hex, init=False, repr=False, compare=False)
 
     @property
     def key(self) -> Any:
@@ -54,6 +62,21 @@ class EngineSpec:
 
                 _ENGINES[key] = KVBoost.from_pretrained(self.model, store=self.store, **self.load, **self.engine)
             return _ENGINES[key]
+
+    def __copy__(self) -> EngineSpec:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineSpec:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _PICKLED[self._ticket] = self
+        plain = (_by_name(self.model), _by_name(self.store), _plain(self.load), _plain(self.engine))
+        return _unpickled, (self._ticket, *plain)
+
+
+def _unpickled(ticket: str, model: str, store: str | None, load: dict[str, Any], engine: dict[str, Any]) -> EngineSpec:
+    return _PICKLED.get(ticket) or EngineSpec(model, store, load, engine)
 
 
 def adopt(engine: KVBoost) -> EngineSpec:
@@ -85,3 +108,26 @@ def _identity(value: Any) -> str:
     if type(value).__module__ == "torch":  # dtypes and devices are values
         return str(value)
     return f"{type(value).__qualname__}@{id(value)}"
+
+
+def _by_name(value: Any) -> Any:
+    """What finds a model or a store again in another process; None for a store in memory."""
+    if value is None or isinstance(value, str):
+        return value
+    if hasattr(value, "__fspath__"):
+        return value.__fspath__()
+    if hasattr(value, "config"):
+        return str(getattr(value.config, "_name_or_path", "") or type(value).__name__)
+    return None
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that can be pickled."""
+    kept = {}
+    for name, value in options.items():
+        try:
+            pickle.dumps(value)
+        except Exception:  # objects raise what they like
+            continue
+        kept[name] = value
+    return kept
