@@ -108,6 +108,7 @@ def _stored(store: str, side: int, dtype: torch.dtype, head_dim: int) -> torch.T
         return torch.zeros(2, 2, _TOKENS, head_dim, dtype=dtype)
     bits = 8 if kind == "int8" else 4
     token_group, channel_group = ((_TOKENS, 1), (1, 32))[side]
-    scale = torch.ones(2, 2, -(-_TOKENS // token_group), head_dim // channel_group)
+    dtypes = (torch.float32, torch.float16)  # wide for the few scales of channels, narrow for those of tokens
+    scale = torch.ones(2, 2, -(-_TOKENS // token_group), head_dim // channel_group, dtype=dtypes[side])
     codes = torch.zeros(2, 2, _TOKENS, head_dim * bits // 8, dtype=torch.uint8)
     return Quantised(codes, scale, torch.zeros_like(scale), 8 if bits == 8 else 4, token_group, channel_group)

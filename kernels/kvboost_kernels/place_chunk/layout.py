@@ -25,8 +25,8 @@ class Quantised:
         codes: uint8. 8 bits: `[num_layers, num_kv_heads, seq_len, head_dim]`. 4 bits: `[…, seq_len, head_dim // 2]`,
             channel `c` of the first half of the head in the low nibble of byte `c`, channel `c + head_dim // 2` in
             its high nibble, so that unpacking writes two contiguous halves.
-        scale, offset: float32, `[num_layers, num_kv_heads, num_token_groups, num_channel_groups]`; the last group of
-            an axis may be short.
+        scale, offset: float32 or float16 (both alike),
+            `[num_layers, num_kv_heads, num_token_groups, num_channel_groups]`; an axis' last group may be short.
         bits: 4 or 8.
     """
 
@@ -53,8 +53,10 @@ class Quantised:
         layers, heads, tokens, width = self.shape
         wanted = (layers, heads, -(-tokens // self.token_group), -(-width // self.channel_group))
         for name, tensor in (("scale", self.scale), ("offset", self.offset)):
-            if tensor.dtype != torch.float32 or tuple(tensor.shape) != wanted:
-                raise ValueError(f"{name}: expected float32 {wanted}, got {_describe(tensor)}")
+            if tensor.dtype not in (torch.float32, torch.float16) or tensor.dtype != self.scale.dtype:
+                raise ValueError(f"{name}: expected float32 or float16, like scale, got {_describe(tensor)}")
+            if tuple(tensor.shape) != wanted:
+                raise ValueError(f"{name}: expected shape {wanted}, got {_describe(tensor)}")
         if self.scale.stride() != self.offset.stride():  # the kernel addresses both with one set of strides
             object.__setattr__(self, "scale", self.scale.contiguous())
             object.__setattr__(self, "offset", self.offset.contiguous())
@@ -96,13 +98,13 @@ class Rotation:
         cos, sin: float32 `[num_positions, rotary_dim // 2]`, with any attention scaling (YaRN) already in them.
         pairing: `half` turns channel `i` with `i + rotary_dim // 2` (Llama), `interleaved` `2 i` with `2 i + 1`
             (GPT-J).
-        rotary_last: the rotated channels are the last `rotary_dim` of the head (DeepSeek) instead of the first.
+        offset: first rotated channel of a head: 0, or behind channels without rotation (DeepSeek).
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     pairing: Pairing = "half"
-    rotary_last: bool = False
+    offset: int = 0
 
     @property
     def rotary_dim(self) -> int:
@@ -127,8 +129,9 @@ def check(chunks: Sequence[Chunk], keys: torch.Tensor, values: torch.Tensor, rot
         raise ValueError(
             f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in layers, heads or capacity"
         )
-    if rotation is not None and rotation.rotary_dim > keys.shape[3]:
-        raise ValueError(f"the tables rotate {rotation.rotary_dim} channels, but keys have {keys.shape[3]}")
+    if rotation is not None and not 0 <= rotation.offset <= keys.shape[3] - rotation.rotary_dim:
+        end = rotation.offset + rotation.rotary_dim
+        raise ValueError(f"the tables rotate channels [{rotation.offset}, {end}), but keys have {keys.shape[3]}")
     limit = keys.shape[2] if rotation is None else min(keys.shape[2], rotation.cos.shape[0])
     end_of_last = 0
     for chunk in sorted((c for c in chunks if c.num_tokens), key=lambda c: c.start):

@@ -52,7 +52,7 @@ def _plan_group(chunks: list[Chunk], keys: torch.Tensor, values: torch.Tensor, r
         **_constants("KEY", [c.keys for c in chunks], block_t),
         **_constants("VALUE", [c.values for c in chunks], block_t),
         "ROTARY": rotary,
-        "ROTARY_START": keys.shape[3] - rotary if rotation is not None and rotation.rotary_last else 0,
+        "ROTARY_START": rotation.offset if rotation is not None and rotary else 0,
         "INTERLEAVED": rotation is not None and rotation.pairing == "interleaved",
         "BLOCK_T": block_t,
     }
@@ -60,19 +60,20 @@ def _plan_group(chunks: list[Chunk], keys: torch.Tensor, values: torch.Tensor, r
 
 
 def _format(source: torch.Tensor | Quantised) -> tuple[Any, ...]:
-    """What one compiled kernel has in common: (dtype, bits, channel group)."""
+    """What one compiled kernel has in common: (dtype, bits, channel group, dtype of the scales)."""
     if isinstance(source, Quantised):
-        return torch.uint8, source.bits, source.channel_group
-    return source.dtype, 0, 1
+        return torch.uint8, source.bits, source.channel_group, source.scale.dtype
+    return source.dtype, 0, 1, torch.float32
 
 
 def _constants(side: str, sources: list[torch.Tensor | Quantised], block_t: int) -> dict[str, Any]:
-    dtype, bits, channel_group = _format(sources[0])
+    dtype, bits, channel_group, scales = _format(sources[0])
     dim = int(sources[0].shape[3])
     groups = [(s.token_group, s.shape[2]) for s in sources if isinstance(s, Quantised)]
     one_row = all(group % block_t == 0 or group >= tokens for group, tokens in groups)
     return {
         f"{side}_SOURCE": _SOURCES[dtype],
+        f"{side}_SCALES": _SOURCES[scales],
         f"{side}_BITS": bits,
         f"{side}_GROUP": channel_group,
         f"{side}_ONE_ROW": one_row,
@@ -93,7 +94,7 @@ def _is_aligned(source: torch.Tensor | Quantised, one_row: bool) -> bool:
     if isinstance(source, torch.Tensor):
         return _rows_aligned(source, 16, 3)
     parts = (source.scale, source.offset)
-    return _rows_aligned(source.codes, 16, 3) and all(_rows_aligned(t, 4, 3 if one_row else 2) for t in parts)
+    return _rows_aligned(source.codes, 16, 3) and all(_rows_aligned(t, 8, 3 if one_row else 2) for t in parts)
 
 
 def _rows_aligned(tensor: torch.Tensor, elements: int, num_dims: int) -> bool:

@@ -33,7 +33,7 @@ def dequantise(source: torch.Tensor | Quantised) -> torch.Tensor:
     _, _, tokens, channels = source.shape
     token = torch.arange(tokens, device=codes.device) // source.token_group
     channel = torch.arange(channels, device=codes.device) // source.channel_group
-    scale, offset = (t[:, :, token][..., channel] for t in (source.scale, source.offset))
+    scale, offset = (t[:, :, token][..., channel].float() for t in (source.scale, source.offset))
     return codes.float() * scale + offset
 
 
@@ -41,7 +41,7 @@ def rotate(keys: torch.Tensor, rotation: Rotation, positions: slice) -> torch.Te
     """Turn `keys` `[…, seq_len, head_dim]` by the angles of `positions`; float32, a new tensor."""
     turned = keys.float().clone()
     dim = rotation.rotary_dim
-    part = turned[..., turned.shape[-1] - dim :] if rotation.rotary_last else turned[..., :dim]
+    part = turned[..., rotation.offset : rotation.offset + dim]
     if rotation.pairing == "half":
         first, second = part[..., : dim // 2], part[..., dim // 2 :]
     else:

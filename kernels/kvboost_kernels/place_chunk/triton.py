@@ -56,7 +56,8 @@ def load_section(
         column_live = inside
     at = row[:, None] * g_t + column[None, :] * g_d
     there = row_live[:, None] & column_live[None, :]
-    return x * tl.load(scale + at, mask=there, other=0.0) + tl.load(offset + at, mask=there, other=0.0)
+    scales = tl.load(scale + at, mask=there, other=0.0).to(tl.float32)
+    return x * scales + tl.load(offset + at, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -71,25 +72,25 @@ def store_section(
 @triton.jit
 def place_heads(
     fields, target, d_l, d_h, d_t, d_d, cos, sin, start, first, num_tokens, layer, num_heads,
-    SOURCE: tl.constexpr, BITS: tl.constexpr, CHANNEL_GROUP: tl.constexpr, ONE_ROW: tl.constexpr,
-    ALIGNED: tl.constexpr, DIM: tl.constexpr, SECTION: tl.constexpr, ROTARY: tl.constexpr,
+    SOURCE: tl.constexpr, SCALES: tl.constexpr, BITS: tl.constexpr, CHANNEL_GROUP: tl.constexpr,
+    ONE_ROW: tl.constexpr, ALIGNED: tl.constexpr, DIM: tl.constexpr, SECTION: tl.constexpr, ROTARY: tl.constexpr,
     ROTARY_START: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens of one tensor of one chunk in one layer: every head. `ROTARY` = 0 copies all channels."""
     codes = tl.load(fields + 0).to(tl.pointer_type(SOURCE))
     s_h, s_t, s_d = tl.load(fields + 2), tl.load(fields + 3), tl.load(fields + 4)
     codes += layer * tl.load(fields + 1)
-    scale = tl.load(fields + 5).to(tl.pointer_type(tl.float32))
-    offset = tl.load(fields + 6).to(tl.pointer_type(tl.float32))
+    scale = tl.load(fields + 5).to(tl.pointer_type(SCALES))
+    offset = tl.load(fields + 6).to(tl.pointer_type(SCALES))
     g_h, g_t, g_d = tl.load(fields + 8), tl.load(fields + 9), tl.load(fields + 10)
     token_group = tl.load(fields + 11)
     scale += layer * tl.load(fields + 7)
     offset += layer * tl.load(fields + 7)
     if ALIGNED:  # checked by the host for every chunk of the launch: loads of 16 bytes
         codes, s_h, s_t, s_d = tl.multiple_of(codes, 16), tl.multiple_of(s_h, 16), tl.multiple_of(s_t, 16), 1
-        scale, offset, g_h, g_d = tl.multiple_of(scale, 16), tl.multiple_of(offset, 16), tl.multiple_of(g_h, 4), 1
+        scale, offset, g_h, g_d = tl.multiple_of(scale, 16), tl.multiple_of(offset, 16), tl.multiple_of(g_h, 8), 1
         if ONE_ROW:
-            g_t = tl.multiple_of(g_t, 4)
+            g_t = tl.multiple_of(g_t, 8)
 
     token = first + tl.arange(0, BLOCK_T).to(tl.int64)
     live = token < num_tokens
@@ -104,8 +105,6 @@ def place_heads(
         known = live[:, None] & (pair < HALF)[None, :]
         c = tl.load(cos + angle, mask=known, other=1.0)
         s = tl.load(sin + angle, mask=known, other=0.0)
-    REST_START: tl.constexpr = ROTARY if ROTARY_START == 0 else 0
-    REST_END: tl.constexpr = REST_START + DIM - ROTARY
     BLOCK_D: tl.constexpr = triton.next_power_of_2(SECTION)
     for _head in range(num_heads):
         if ROTARY > 0:
@@ -122,11 +121,16 @@ def place_heads(
                                   ROTARY_START + HALF, HALF, BLOCK_H, DIM, BITS, CHANNEL_GROUP, ONE_ROW)  # fmt: skip
                 store_section(target, d_t, d_d, column, live, x1 * c - x2 * s, ROTARY_START, HALF, BLOCK_H)
                 store_section(target, d_t, d_d, column, live, x2 * c + x1 * s, ROTARY_START + HALF, HALF, BLOCK_H)
-        for begin in tl.static_range(REST_START, REST_END, SECTION):
+        for begin in tl.static_range(0, ROTARY_START, SECTION):
             x = load_section(codes, scale, offset, s_t, s_d, g_t, g_d, token_group, first, token, live,
-                             begin, min(SECTION, REST_END - begin), BLOCK_D,
+                             begin, min(SECTION, ROTARY_START - begin), BLOCK_D,
                              DIM, BITS, CHANNEL_GROUP, ONE_ROW)  # fmt: skip
-            store_section(target, d_t, d_d, column, live, x, begin, min(SECTION, REST_END - begin), BLOCK_D)
+            store_section(target, d_t, d_d, column, live, x, begin, min(SECTION, ROTARY_START - begin), BLOCK_D)
+        for begin in tl.static_range(ROTARY_START + ROTARY, DIM, SECTION):
+            x = load_section(codes, scale, offset, s_t, s_d, g_t, g_d, token_group, first, token, live,
+                             begin, min(SECTION, DIM - begin), BLOCK_D,
+                             DIM, BITS, CHANNEL_GROUP, ONE_ROW)  # fmt: skip
+            store_section(target, d_t, d_d, column, live, x, begin, min(SECTION, DIM - begin), BLOCK_D)
         codes += s_h
         scale += g_h
         offset += g_h
@@ -137,9 +141,11 @@ def place_heads(
 def place_kernel(
     table, tiles, cos, sin, keys, values, num_heads,
     k_l, k_h, k_t, k_d, v_l, v_h, v_t, v_d,
-    KEY_SOURCE: tl.constexpr, KEY_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_ONE_ROW: tl.constexpr,
+    KEY_SOURCE: tl.constexpr, KEY_SCALES: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_ONE_ROW: tl.constexpr,
     KEY_ALIGNED: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SECTION: tl.constexpr,
-    VALUE_SOURCE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_ONE_ROW: tl.constexpr,
+    VALUE_SOURCE: tl.constexpr, VALUE_SCALES: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_ONE_ROW: tl.constexpr,
     VALUE_ALIGNED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SECTION: tl.constexpr,
     ROTARY: tl.constexpr, ROTARY_START: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -151,9 +157,9 @@ def place_kernel(
     start, num_tokens = tl.load(row), tl.load(row + 1)
     if tl.program_id(2) == 0:
         place_heads(row + NUM_HEADER, keys, k_l, k_h, k_t, k_d, cos, sin, start, first, num_tokens, layer, num_heads,
-                    KEY_SOURCE, KEY_BITS, KEY_GROUP, KEY_ONE_ROW, KEY_ALIGNED, KEY_DIM, KEY_SECTION,
+                    KEY_SOURCE, KEY_SCALES, KEY_BITS, KEY_GROUP, KEY_ONE_ROW, KEY_ALIGNED, KEY_DIM, KEY_SECTION,
                     ROTARY, ROTARY_START, INTERLEAVED, BLOCK_T)  # fmt: skip
     else:
         place_heads(row + NUM_HEADER + NUM_FIELDS, values, v_l, v_h, v_t, v_d, cos, sin, start, first, num_tokens,
-                    layer, num_heads, VALUE_SOURCE, VALUE_BITS, VALUE_GROUP, VALUE_ONE_ROW, VALUE_ALIGNED, VALUE_DIM,
-                    VALUE_SECTION, 0, 0, False, BLOCK_T)  # fmt: skip
+                    layer, num_heads, VALUE_SOURCE, VALUE_SCALES, VALUE_BITS, VALUE_GROUP, VALUE_ONE_ROW, VALUE_ALIGNED,
+                    VALUE_DIM, VALUE_SECTION, 0, 0, False, BLOCK_T)  # fmt: skip
