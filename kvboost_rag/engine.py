@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.chunk_keys import model_fingerprint
@@ -24,6 +24,7 @@ from kvboost_rag.prefix_cache import PrefixCache
 from kvboost_rag.prompt_tokens import PromptTokens
 from kvboost_rag.repair import STRATEGIES, RepairStrategy
 from kvboost_rag.report import Outcome, build_result
+from kvboost_rag.rewritten import RewrittenNotice
 from kvboost_rag.stores import Store, open_store
 from kvboost_rag.timing import StageClock
 from kvboost_rag.warm import WarmProgress, register_documents, warm
@@ -93,6 +94,7 @@ class KVBoost:
         self.probe: ProbeReport = probe(self.model)
         self.store: Store = open_store(store)
         self._counts: Counter[str] = Counter()
+        self._notice = RewrittenNotice()
         self._decoder = Decoder(self.model, self.tokens, loaded.eos_token_ids)
         self._worker = Worker(f"kvboost-{self.name}")
         fingerprint = model_fingerprint(self.model, self.tokenizer)
@@ -163,6 +165,29 @@ class KVBoost:
         records = register_documents(self.library, texts, neighbours, tenant)
         return self._worker.submit(lambda: warm(self.library, records, progress)).result()
 
+    def register(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
+        """Make documents known without encoding them: each is encoded when it first stands in a prompt.
+
+        Returns:
+            How many of them are known now; those that cannot be chunks (empty, too long) are passed over.
+        """
+        tenant = self.config.namespace if namespace is None else namespace
+        if self._pipeline is None:
+            return 0
+        return self.library.register_all(document_texts(documents), tenant)
+
+    def prefetch(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
+        """Say that documents will stand in a prompt soon: their stored KV is read into memory in the background.
+
+        Returns:
+            How many of them are known. Returns at once, and never computes anything.
+        """
+        tenant = self.config.namespace if namespace is None else namespace
+        known = self.library.known_texts(tenant)
+        keys = [key for text in document_texts(documents) if (key := known.key_of(text)) is not None]
+        self.store.prefetch(dict.fromkeys(keys))
+        return len(keys)
+
     def generate(self, prompt: str | Messages, **options: Any) -> GenerationResult:
         """Answer a prompt; see `stream` for the options.
 
@@ -231,8 +256,11 @@ class KVBoost:
         clock = StageClock(request.started, self.model.device.type)
         self._counts["requests"] += 1
         located = self._locate(request)
+        if self._pipeline is not None and request.config.reuse == "blend":
+            self._notice.check(located, self.library, request.config.namespace)
         clock.lap("segment_ms")
         room = self._room(len(located.token_ids), request.params)
+        request = replace(request, params=replace(request.params, max_new_tokens=room))
         prepared = self._prepare(located, request, room, clock)
         outcome = self._decode(located, prepared, request, (emit, cancelled), clock)
         emit(StreamEvent("", build_result(outcome)))

@@ -114,6 +114,21 @@ class ChunkLibrary:
         """Make a text known without neighbours, unless it is known already; returns the record that counts."""
         return self.store.catalog.add(self.describe(text, namespace))
 
+    def register_all(self, texts: Sequence[str], namespace: str) -> int:
+        """`register` for all that can be chunks; returns how many of the texts are known now."""
+        known, count, limit = self.known_texts(namespace), 0, self.max_chunk_tokens
+        for text in texts:
+            if known.key_of(text) is None:
+                try:
+                    record = self.describe(text, namespace)
+                except ValueError:
+                    continue
+                if limit is not None and len(record.token_ids) > limit:
+                    continue
+                self.store.catalog.add(record)
+            count += 1
+        return count
+
     def check(self, record: ChunkRecord) -> tuple[EncodingJob, EntryCheck]:
         """What encodes the chunk, and what an entry must be to stand for it."""
         job = EncodingJob(record.token_ids, self.store.catalog.context_ids(record))
