@@ -147,7 +147,8 @@ class GenerationParams:
     Attributes:
         max_new_tokens: default 256.
         stop: strings at whose first occurrence the text ends; they are not part of it.
-        extra: further keyword arguments for `generate` (for example `no_repeat_ngram_size`).
+        stop_token_ids: tokens that end the answer, besides the model's own.
+        extra: further keyword arguments for `generate` (for example `no_repeat_ngram_size`, `logits_processor`).
     """
 
     max_new_tokens: int = 256
@@ -158,6 +159,7 @@ class GenerationParams:
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     extra: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

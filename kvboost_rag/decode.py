@@ -18,6 +18,8 @@ from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 from kvboost_rag.models.row_forward import RowPass, RowPlan, row_forward, row_pass
 from kvboost_rag.prompt_tokens import PromptTokens
 
+GENERATE_OBJECTS = ("logits_processor", "prefix_allowed_tokens_fn")
+
 
 class ContextOverflowError(ValueError):
     """The prompt leaves no room for an answer.
@@ -82,15 +84,18 @@ class Decoder:
             on_token: called after each token.
             cancelled: checked after each token.
         """
-        watch = _Watch(self.tokens, params.stop, self.eos_token_ids, (on_text, on_token), cancelled)
-        kwargs: dict[str, Any] = {"generation_config": self._generation_config(params)}
+        watch = _Watch(self.tokens, params.stop, self._end_ids(params), (on_text, on_token), cancelled)
+        extra = dict(params.extra or {})
+        criteria = [watch, *extra.pop("stopping_criteria", ())]
+        kwargs: dict[str, Any] = {name: extra.pop(name) for name in GENERATE_OBJECTS if name in extra}
+        kwargs["generation_config"] = self._generation_config(params, extra)
         if start.cache is not None:
             kwargs[cache_argument(self.model)] = start.cache
         with self._final_pass(start) as rows, _seeded(params.seed):
             self.model.generate(
                 start.token_ids[None],
                 attention_mask=torch.ones_like(start.token_ids)[None],
-                stopping_criteria=StoppingCriteriaList([watch]),
+                stopping_criteria=StoppingCriteriaList(criteria),
                 **kwargs,
             )
         return watch.finish(params.max_new_tokens), rows
@@ -122,7 +127,10 @@ class Decoder:
         start.cache.buffer.length = len(start.token_ids) - 1
         return row_pass(self.model, start.cache, start.token_ids, start.plan)
 
-    def _generation_config(self, params: GenerationParams) -> GenerationConfig:
+    def _end_ids(self, params: GenerationParams) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((*self.eos_token_ids, *params.stop_token_ids)))
+
+    def _generation_config(self, params: GenerationParams, extra: dict[str, Any]) -> GenerationConfig:
         config = copy.deepcopy(self.model.generation_config)
         settings: dict[str, Any] = {
             "max_new_tokens": params.max_new_tokens,
@@ -130,7 +138,7 @@ class Decoder:
             "do_sample": params.do_sample and params.temperature != 0,
             "num_beams": 1,
             "return_dict_in_generate": False,
-            "eos_token_id": list(self.eos_token_ids) or None,
+            "eos_token_id": list(self._end_ids(params)) or None,
             "pad_token_id": config.pad_token_id if config.pad_token_id is not None else self._pad_token_id(),
         }
         sampling = {
@@ -142,12 +150,11 @@ class Decoder:
         settings |= {k: v for k, v in sampling.items() if v is not None}
         if not settings["do_sample"]:
             settings |= {"temperature": None, "top_p": None, "top_k": None}
-        extra = dict(params.extra or {})
         if extra.get("num_beams", 1) != 1 or extra.get("num_return_sequences", 1) != 1:
             raise ConfigError("one answer a call and no beam search: num_beams and num_return_sequences must be 1")
         if unknown := sorted(name for name in extra if not hasattr(config, name)):
             raise ConfigError(f"unknown generation parameter {', '.join(unknown)}")
-        config.update(**settings, **extra)
+        config.update(**(settings | extra))
         return config
 
     def _pad_token_id(self) -> int:
@@ -200,7 +207,9 @@ class _Watch(StoppingCriteria):  # type: ignore[misc]
         """Release what was held back and say how it ended."""
         self._emit(self._stops.push(self._text.flush()))
         self._emit(self._stops.flush())
-        reason = "stop" if self._stops.matched else self._reason or "length"
+        # Whoever ended it early without our saying so was a stopping criterion of the caller.
+        unsaid = "length" if len(self._token_ids) >= max_new_tokens else "stop"
+        reason = "stop" if self._stops.matched else self._reason or unsaid
         return Decoded("".join(self._pieces), tuple(self._token_ids), reason)
 
 

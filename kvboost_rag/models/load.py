@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def load_model(
     device_map: Any = None,
     quantization_config: Any = None,
     attn_implementation: str | None = None,
+    hub: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a decoder-only language model.
@@ -49,6 +51,8 @@ def load_model(
         tokenizer: tokenizer object, or where to load it from; default: where the model comes from.
         dtype: a torch dtype or its name; default: the checkpoint's own.
         device_map, quantization_config, attn_implementation: handed to `from_pretrained` as they are.
+        hub: what is handed to `from_pretrained` of model and tokenizer alike: `revision`, `trust_remote_code`, `token`,
+            `cache_dir`, … GGUF files and model objects have no use for it.
         progress: called when a step begins.
 
     Raises:
@@ -66,8 +70,8 @@ def load_model(
     name, report = os.fspath(spec), progress or (lambda _: None)
     source = _resolve(name, report)
     report(LoadProgress(f"loading {name}", 1, 1))
-    model = _load_weights(name, source, options)
-    loaded_tokenizer = _load_tokenizer(name, source, tokenizer)
+    model = _load_weights(name, source, options, hub or {})
+    loaded_tokenizer = _load_tokenizer(name, source, tokenizer, hub or {})
     eos_token_ids = _eos_token_ids(model, loaded_tokenizer)
     _complete_generation_config(model, loaded_tokenizer, eos_token_ids)
     model.requires_grad_(False)
@@ -119,11 +123,11 @@ def _resolve(name: str, report: Progress) -> Path | None:
     return None
 
 
-def _load_weights(name: str, source: Path | None, options: dict[str, Any]) -> PreTrainedModel:
+def _load_weights(name: str, source: Path | None, options: dict[str, Any], hub: Mapping[str, Any]) -> PreTrainedModel:
     if source is not None and source.suffix == ".gguf":
         return load_gguf_model(source, **options)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(source or name, output_loading_info=True, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(source or name, output_loading_info=True, **options, **hub)
     except Exception as error:  # damaged files, unknown architectures and missing back ends raise what they like
         raise _load_error(name, source, error) from error
     if missing := sorted(info["missing_keys"]):
@@ -133,14 +137,14 @@ def _load_weights(name: str, source: Path | None, options: dict[str, Any]) -> Pr
 
 
 def _load_tokenizer(
-    name: str, source: Path | None, tokenizer: str | PreTrainedTokenizerBase | None
+    name: str, source: Path | None, tokenizer: str | PreTrainedTokenizerBase | None, hub: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
     if tokenizer is not None and not isinstance(tokenizer, str):
         return tokenizer
     if tokenizer is None and source is not None and source.suffix == ".gguf":
         return load_gguf_tokenizer(source)
     try:
-        return AutoTokenizer.from_pretrained(tokenizer or source or name)
+        return AutoTokenizer.from_pretrained(tokenizer or source or name, **hub)
     except Exception as error:
         raise _load_error(tokenizer or name, source, error) from error
 
@@ -164,7 +168,7 @@ def _held_by_caller(model: Any, tokenizer: Any, options: dict[str, Any]) -> Load
     if options:
         raise ModelLoadError(f"{', '.join(options)}: options of loading, but the model is loaded already")
     if isinstance(tokenizer, str):
-        tokenizer = _load_tokenizer(tokenizer, None, tokenizer)
+        tokenizer = _load_tokenizer(tokenizer, None, tokenizer, {})
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     return LoadedModel(model.eval(), tokenizer, name, _eos_token_ids(model, tokenizer))  # type: ignore[arg-type]
 

@@ -1,0 +1,40 @@
+"""A result in plain JSON values, as frameworks report it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from kvboost_rag.datamodels import GenerationResult, SegmentKind
+
+
+def usage_dict(result: GenerationResult) -> dict[str, int]:
+    """Token counts under OpenAI's names."""
+    usage = result.usage
+    return {
+        "prompt_tokens": usage.input_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.input_tokens + usage.output_tokens,
+    }
+
+
+def summary(result: GenerationResult) -> dict[str, Any]:
+    """What reuse did in this call: tokens, hits by kind, repair, times. JSON-safe and small."""
+    documents = [s for s in result.segments if s.kind is SegmentKind.DOCUMENT]
+    usage = result.usage
+    return {
+        "reuse": result.reuse,
+        "num_documents": len(documents),
+        "document_tokens": sum(s.num_tokens for s in documents),
+        "hits": dict(Counter(s.hit.value for s in documents)),
+        "cached_tokens": usage.cached_tokens,
+        "recomputed_tokens": usage.recomputed_tokens,
+        "prefilled_tokens": usage.prefilled_tokens,
+        "created_tokens": usage.created_tokens,
+        "repair": result.repair.strategy,
+        "recompute_ratio": result.repair.recompute_ratio,
+        "ttft_ms": result.ttft_ms,
+        "total_ms": result.total_ms,
+        "timings_ms": dict(result.timings_ms),
+        "fallback_reason": result.fallback_reason,
+    }
