@@ -91,6 +91,8 @@ class DiskStore(Store):
                 self._write(entry, data, reservation)
         except (OSError, sqlite3.Error, StoreError) as error:
             reason = _io_reason(error)
+            if reason == "disk_full":
+                self._free_log()
             self._warn_once("", reason, "cannot write to %s: %s; entries are not kept on disk", self.folder.root, error)
         with self._lock:
             if reason is not None:
@@ -100,11 +102,20 @@ class DiskStore(Store):
             return True
 
     def delete(self, key: str, reason: str = "deleted") -> bool:
+        """Remove `key`.
+
+        Raises:
+            StoreError: the file cannot be removed.
+        """
         try:
             with self._lock, self.table.database.transaction():
                 return self._drop(key, reason)
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"cannot delete {key[:16]} from {self.folder.root}: {error}") from error
+            if self.folder.size(key) is not None:
+                raise StoreError(f"cannot delete {key[:16]} from {self.folder.root}: {error}") from error
+            # On a full disk the file can go although its row cannot; the row follows with the next write.
+            self._unsettled.append(Reservation(0, self.folder.owner, key))
+            return True
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.folder.size(key) is not None
@@ -153,10 +164,12 @@ class DiskStore(Store):
 
     def clear_after_dead_owners(self) -> None:
         """Settle what processes that died were writing."""
-        alive = self.folder.clear_after_dead_owners()
+        num_dead, alive = self.folder.clear_after_dead_owners()
         for reservation in self.table.reservations():
             if reservation.owner not in alive:
                 recovery.settle(self.folder, self.table, self.catalog, reservation)
+        if num_dead:
+            recovery.reconcile(self.folder, self.table, self.catalog)
 
     def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
         try:
@@ -278,6 +291,13 @@ class DiskStore(Store):
         if reason is not None and (had_file or had_row):
             self.stats.evictions[reason] += 1
         return had_file or had_row
+
+    def _free_log(self) -> None:
+        """Give the space of the write-ahead log back where the disk is full, so that rows can be written again."""
+        try:
+            self.table.database.wipe_log()
+        except sqlite3.Error as error:
+            logger.debug("the log of %s cannot be emptied: %s", self.folder.root, error)
 
     def _try_drop(self, key: str, reason: str) -> None:
         try:

@@ -154,14 +154,14 @@ class StoreFolder:
             if _KEY.fullmatch(path.stem):
                 yield path.stem
 
-    def clear_after_dead_owners(self) -> set[str]:
-        """Delete what dead processes left in staging; returns the names of living ones."""
-        remove_dead_owners(self._owners)
+    def clear_after_dead_owners(self) -> tuple[int, set[str]]:
+        """Delete what dead processes left in staging; returns how many there were, and the names of living ones."""
+        num_dead = remove_dead_owners(self._owners)
         alive = living_owners(self._owners)
         for path in self._staging.iterdir():
             if path.name.split("-")[0] not in alive:
                 path.unlink(missing_ok=True)
-        return alive
+        return num_dead, alive
 
     def close(self) -> None:
         """Give up this process's name."""

@@ -42,16 +42,19 @@ class OwnerLock:
         return -1
 
 
-def remove_dead_owners(folder: Path) -> None:
-    """Delete the lock files whose owners are gone."""
+def remove_dead_owners(folder: Path) -> int:
+    """Delete the lock files whose owners are gone; returns how many."""
+    num_dead = 0
     for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # locked: its owner lives
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
+                path.unlink()
+                num_dead += 1
             finally:
                 os.close(descriptor)
+    return num_dead
 
 
 def living_owners(folder: Path) -> set[str]:

@@ -32,6 +32,22 @@ def rebuild(folder: StoreFolder, table: FileTable, catalog: Catalog) -> int:
     return num_bad
 
 
+def reconcile(folder: StoreFolder, table: FileTable, catalog: Catalog) -> None:
+    """Make rows and files agree by name, after a process died between touching the one and the other.
+
+    Inside a transaction no other process can publish or remove a file, so what differs is left over.
+    """
+    with table.database.transaction():
+        rows, files = {info.key for info in table.infos()}, set(folder.list_keys())
+        for key in rows - files:
+            table.remove(key)
+        for key in files - rows:
+            try:
+                enter(folder, table, catalog, key)
+            except (OSError, ValueError) as error:
+                logger.warning("%s is not accounted for and is left alone: %s", folder.path(key), error)
+
+
 def enter(folder: StoreFolder, table: FileTable, catalog: Catalog, key: str) -> None:
     """Enter one chunk file.
 

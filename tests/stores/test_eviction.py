@@ -194,5 +194,5 @@ def test_trace_files(simulator: ModuleType, tmp_path: Path) -> None:
     assert trace[0] == ("a", 10)
     assert simulator.replay(trace, 10**9, LRU()).hit_rate == pytest.approx(1 / 3)
     path.write_text("a ten\n")
-    with pytest.raises(ValueError, match="trace.txt:1"):
+    with pytest.raises(ValueError, match=r"trace\.txt:1"):
         simulator.read_trace(path)
