@@ -49,6 +49,11 @@ class EngineSpec:
         }
         return tuple(sorted((name, _identity(value)) for name, value in parts.items()))
 
+    @property
+    def name(self) -> str:
+        """The model's name, without loading it."""
+        return str(_by_name(self.model))
+
     def get(self) -> KVBoost:
         """The shared engine; the first caller loads it, others wait for it."""
         key = self.key
@@ -62,6 +67,10 @@ class EngineSpec:
 
                 _ENGINES[key] = KVBoost.from_pretrained(self.model, store=self.store, **self.load, **self.engine)
             return _ENGINES[key]
+
+    def peek(self) -> KVBoost | None:
+        """The shared engine if it is loaded already."""
+        return _ENGINES.get(self.key)
 
     def __copy__(self) -> EngineSpec:
         return self

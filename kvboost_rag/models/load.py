@@ -36,6 +36,7 @@ def load_model(
     spec: str | os.PathLike[str] | PreTrainedModel,
     *,
     tokenizer: str | PreTrainedTokenizerBase | None = None,
+    tokenizer_kwargs: Mapping[str, Any] | None = None,
     dtype: str | torch.dtype | None = None,
     device_map: Any = None,
     quantization_config: Any = None,
@@ -49,6 +50,7 @@ def load_model(
         spec: hub id, local folder, path of a `.gguf` file, `bundled:smollm2`, `bundled:gemma3`, or a model object
             (then `tokenizer` is required and the loading options must be unset; it is put into eval mode).
         tokenizer: tokenizer object, or where to load it from; default: where the model comes from.
+        tokenizer_kwargs: handed to `from_pretrained` of the tokenizer, where it is loaded here.
         dtype: a torch dtype or its name; default: the checkpoint's own.
         device_map, quantization_config, attn_implementation: handed to `from_pretrained` as they are.
         hub: what is handed to `from_pretrained` of model and tokenizer alike: `revision`, `trust_remote_code`, `token`,
@@ -66,12 +68,12 @@ def load_model(
     }
     options = {name: value for name, value in options.items() if value is not None}
     if not isinstance(spec, (str, os.PathLike)):
-        return _held_by_caller(spec, tokenizer, options)
+        return _held_by_caller(spec, tokenizer, options, tokenizer_kwargs or {})
     name, report = os.fspath(spec), progress or (lambda _: None)
     source = _resolve(name, report)
     report(LoadProgress(f"loading {name}", 1, 1))
     model = _load_weights(name, source, options, hub or {})
-    loaded_tokenizer = _load_tokenizer(name, source, tokenizer, hub or {})
+    loaded_tokenizer = _load_tokenizer(name, source, tokenizer, {**(hub or {}), **(tokenizer_kwargs or {})})
     eos_token_ids = _eos_token_ids(model, loaded_tokenizer)
     _complete_generation_config(model, loaded_tokenizer, eos_token_ids)
     model.requires_grad_(False)
@@ -137,14 +139,14 @@ def _load_weights(name: str, source: Path | None, options: dict[str, Any], hub: 
 
 
 def _load_tokenizer(
-    name: str, source: Path | None, tokenizer: str | PreTrainedTokenizerBase | None, hub: Mapping[str, Any]
+    name: str, source: Path | None, tokenizer: str | PreTrainedTokenizerBase | None, kwargs: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
     if tokenizer is not None and not isinstance(tokenizer, str):
         return tokenizer
     if tokenizer is None and source is not None and source.suffix == ".gguf":
         return load_gguf_tokenizer(source)
     try:
-        return AutoTokenizer.from_pretrained(tokenizer or source or name, **hub)
+        return AutoTokenizer.from_pretrained(tokenizer or source or name, **kwargs)
     except Exception as error:
         raise _load_error(tokenizer or name, source, error) from error
 
@@ -160,7 +162,9 @@ def _load_error(name: str, source: Path | None, error: Exception) -> ModelLoadEr
     )
 
 
-def _held_by_caller(model: Any, tokenizer: Any, options: dict[str, Any]) -> LoadedModel:
+def _held_by_caller(
+    model: Any, tokenizer: Any, options: dict[str, Any], tokenizer_kwargs: Mapping[str, Any]
+) -> LoadedModel:
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise ModelLoadError(f"expected a model name, path or transformers model, got {type(model).__name__}")
     if tokenizer is None:
@@ -168,7 +172,7 @@ def _held_by_caller(model: Any, tokenizer: Any, options: dict[str, Any]) -> Load
     if options:
         raise ModelLoadError(f"{', '.join(options)}: options of loading, but the model is loaded already")
     if isinstance(tokenizer, str):
-        tokenizer = _load_tokenizer(tokenizer, None, tokenizer, {})
+        tokenizer = _load_tokenizer(tokenizer, None, tokenizer, tokenizer_kwargs)
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     return LoadedModel(model.eval(), tokenizer, name, _eos_token_ids(model, tokenizer))  # type: ignore[arg-type]
 
