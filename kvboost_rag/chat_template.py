@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from kvboost_rag.template_fallbacks import Abilities, fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTENT_MARK = "KVBOOSTUSERCONTENT"
-_TOOL_MARK = "kvboost_tool"
+_ABILITIES: WeakKeyDictionary[Any, tuple[str, Abilities]] = WeakKeyDictionary()
 
 
 def render_messages(
@@ -21,7 +24,8 @@ def render_messages(
 ) -> str:
     """The prompt text of `messages`, special tokens written out.
 
-    Consecutive messages of one role are merged only where the template refuses them as they are.
+    Consecutive messages of one role are merged only where the template refuses them as they are; what it would drop
+    (tools, tool calls, tool results, system text) is written as text (`template_fallbacks`).
 
     Args:
         messages: `{"role": …, "content": …}`; content is a string, None (tool calls) or a list of text blocks.
@@ -42,6 +46,9 @@ def render_messages(
     if documents is not None:
         documents = [{"title": "", "text": doc} if isinstance(doc, str) else dict(doc) for doc in documents]
 
+    if tools or any(message["role"] in ("system", "tool") or message.get("tool_calls") for message in plain):
+        plain, tools = fit(plain, tools, template_abilities(tokenizer))
+
     def render(conversation: list[dict[str, Any]]) -> str:
         rendered = tokenizer.apply_chat_template(
             conversation,
@@ -53,6 +60,20 @@ def render_messages(
         return str(rendered)
 
     return _render_or_merge(render, plain)
+
+
+def template_abilities(tokenizer: PreTrainedTokenizerBase) -> Abilities:
+    """What the chat template writes by itself; found once per tokenizer and template."""
+    template = str(tokenizer.chat_template)
+    known = _ABILITIES.get(tokenizer)
+    if known is None or known[0] != template:
+
+        def render(conversation: list[dict[str, Any]], tools: Sequence[Any] | None) -> str:
+            options: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+            return str(tokenizer.apply_chat_template(conversation, **options))
+
+        known = _ABILITIES[tokenizer] = (template, Abilities.of(render))
+    return known[1]
 
 
 def user_message_head(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -68,16 +89,8 @@ def user_message_head(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def supports_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes offered tools into the prompt."""
-    if not getattr(tokenizer, "chat_template", None):
-        return False
-    function = {"name": _TOOL_MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
-    messages = [{"role": "user", "content": _CONTENT_MARK}]
-    try:
-        rendered = render_messages(tokenizer, messages, tools=[{"type": "function", "function": function}])
-    except ValueError:
-        return False
-    return _TOOL_MARK in rendered
+    """Whether the chat template itself writes offered tools into the prompt."""
+    return bool(getattr(tokenizer, "chat_template", None)) and template_abilities(tokenizer).tools
 
 
 def merge_same_role(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
