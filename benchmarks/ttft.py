@@ -22,6 +22,7 @@ from kvbench.clock import Series, measure
 from kvbench.contenders import Oracle, Plain, strategies
 from kvbench.machine import this_machine
 from kvbench.texts import pydoc_documents, shuffled_prompts
+
 from kvboost_rag import KVBoost
 from kvboost_rag.stores import MemoryStore
 

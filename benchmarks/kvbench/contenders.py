@@ -32,7 +32,7 @@ class Contender(ABC):
     name: str
     device_type = "cpu"
 
-    def prepare(self, prompt: RagPrompt) -> None:
+    def prepare(self, prompt: RagPrompt) -> None:  # noqa: B027 - most need none
         """What happened before this request, such as the earlier one that filled a cache."""
 
     @abstractmethod
