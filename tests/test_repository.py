@@ -1,0 +1,150 @@
+"""The shape of the repository: one-way imports, light import, shelves, one version, a short README that runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+import kvboost_rag
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "kvboost_rag"
+
+LAYERS = (
+    "datamodels config",
+    "chunk_keys text_search known_texts vector_index embeddings similarity token_diff minhash",
+    "segments chat_template control_tokens prompt_tokens chunking corpus neighbours neighbour_groups",
+    "quantization stores models",
+    "realign encode assemble",
+    "repair",
+    "decode",
+    "engine",
+    "cli",
+)
+"""From top to bottom; a module may import from its own layer and from those above. A module that is not named here
+stands wherever its imports allow, which the test for cycles checks."""
+
+PACKAGES = ("chunking", "stores", "models", "repair", "cli")
+
+
+def part_of(path: Path) -> str:
+    """The part of the core that a file belongs to: its package, or its own name."""
+    relative = path.relative_to(CORE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Parts of the core that a file imports when it runs (not for type checking only), lazy imports included."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvboost_rag":
+            names = node.module.split(".")[1:2] or [alias.name for alias in node.names]
+            found.update(names)
+        elif isinstance(node, ast.Import):
+            found.update(a.name.split(".")[1] for a in node.names if a.name.startswith("kvboost_rag."))
+    return found - {"__version__"}
+
+
+def core_graph() -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for path in sorted(CORE.rglob("*.py")):
+        if path != CORE / "__init__.py":
+            graph.setdefault(part_of(path), set()).update(imports_of(path) - {part_of(path)})
+    return graph
+
+
+def test_imports_point_one_way():
+    rank = {name: i for i, layer in enumerate(LAYERS) for name in layer.split()}
+    wrong = [
+        f"{importer} imports {imported}"
+        for importer, parts in core_graph().items()
+        for imported in parts
+        if importer in rank and imported in rank and rank[imported] > rank[importer]
+    ]
+    assert not wrong
+
+
+def test_no_import_cycles_between_parts():
+    graph, done = core_graph(), set()
+    while len(done) < len(graph):
+        free = {part for part, needs in graph.items() if part not in done and needs & graph.keys() <= done}
+        assert free, f"cycle among {sorted(set(graph) - done)}"
+        done |= free
+
+
+def test_every_layered_module_that_design_names_is_there():
+    graph = core_graph()
+    for name in ("datamodels", "config", "segments", "chunk_keys", "engine", "decode", *PACKAGES):
+        assert name in graph
+
+
+@pytest.mark.parametrize("name", ["langchain", "langchain_core", "llama_index", "langchain_kvboost"])
+def test_core_knows_no_framework(name):
+    pattern = re.compile(rf"^\s*(from|import) {name}\b", re.MULTILINE)
+    assert not [path for path in CORE.rglob("*.py") if pattern.search(path.read_text())]
+
+
+def test_kernels_know_nothing_of_the_core():
+    pattern = re.compile(r"^\s*(from|import) kvboost_rag\b", re.MULTILINE)
+    assert not [path for path in (ROOT / "kernels").rglob("*.py") if pattern.search(path.read_text())]
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
+def test_import_is_light():
+    heavy = "('torch', 'transformers', 'numpy')"
+    assert run_python(f"import kvboost_rag, sys; print([m for m in {heavy} if m in sys.modules])") == "[]"
+
+
+def test_command_line_is_light_until_a_command_runs():
+    assert run_python("import kvboost_rag.cli, sys; print('torch' in sys.modules, 'transformers' in sys.modules)") == (
+        "False False"
+    )
+
+
+def test_shelves_are_no_packages():
+    shelves = ("kernels", "integrations", "integrations/llama_index", "integrations/llama_index/llms")
+    assert not [shelf for shelf in shelves if (ROOT / shelf / "__init__.py").exists()]
+    # A namespace portion named `kernels` lies on sys.path in a checkout; transformers must not take it for the package.
+    code = "import transformers; from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    assert run_python(code) in ("True", "False")
+
+
+def test_one_version():
+    pattern = re.compile(r"""version\w*\s*=\s*["']\d+\.\d+""", re.IGNORECASE)
+    stated = [path.relative_to(ROOT) for path in ROOT.glob("**/*.py") if ".venv" not in path.parts]
+    stated = [path for path in stated if pattern.search((ROOT / path).read_text()) and path.parts[0] != "tests"]
+    assert [str(path) for path in stated] == ["kvboost_rag/__init__.py"]
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
+    assert f"## {kvboost_rag.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    try:
+        assert version("kvboost-rag") == kvboost_rag.__version__
+    except PackageNotFoundError:
+        pytest.skip("run from a folder that is not installed")
+
+
+def test_readme_is_short_and_soon_shows_code():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 250
+    assert any(line.startswith("```python") for line in lines[:45])
+
+
+@pytest.mark.model
+def test_readme_code_runs(capsys):
+    text = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(code.group(1), {})
+    assert re.search(r"cached_tokens=[1-9]", capsys.readouterr().out)
