@@ -30,7 +30,8 @@ class DonorRules:
     """When a stored chunk may stand in for another one. Trade-offs in numbers: `docs/indexing.md`.
 
     Attributes:
-        threshold: Jaccard similarity of the shingle sets from which a chunk is likely to be looked at.
+        threshold: Jaccard similarity of the shingle sets from which a chunk is likely to be looked at. Low by default:
+            looking at a chunk in vain costs one comparison of token ids.
         num_permutations: MinHash values of a chunk; more find donors near the threshold more surely and cost memory.
         shingle_tokens: consecutive tokens that count as one item of the set.
         min_span_tokens: shorter identical spans are recomputed.
@@ -40,7 +41,7 @@ class DonorRules:
         max_candidates: donors compared token by token.
     """
 
-    threshold: float = 0.5
+    threshold: float = 0.3
     num_permutations: int = 128
     shingle_tokens: int = 5
     min_span_tokens: int = 16
