@@ -39,13 +39,12 @@ _ALREADY_SO = {
 """What always holds here: a keyword that asks for it is fulfilled, one that asks for something else is warned about
 (beams and several answers are refused by the decoder)."""
 _WITHOUT_MEANING = ("pad_token_id", "batch_size", "padding", "truncation", "tokenizer")
+CLIENT_OPTIONS = ("timeout", "max_retries", "api_key", "base_url", "organization")
+"""Options of classes that call a server. Warned about and left out: the model runs in this process."""
 _INSTEAD = {
     "max_length": "it counts the prompt too; use max_new_tokens",
     "streamer": "use the model's stream method",
-    "timeout": "the model runs in this process",
-    "max_retries": "the model runs in this process",
-    "api_key": "the model runs in this process",
-    "base_url": "the model runs in this process",
+    **dict.fromkeys(CLIENT_OPTIONS, "the model runs in this process"),
 }
 _BOOKKEEPING = ("transformers_version", "_from_model_config", "bos_token_id", "decoder_start_token_id")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvboost_rag.datamodels import GenerationResult, SegmentKind
+from kvboost_rag.datamodels import GenerationResult, HitKind, SegmentKind
 
 
 def usage_dict(result: GenerationResult) -> dict[str, int]:
@@ -16,6 +16,12 @@ def usage_dict(result: GenerationResult) -> dict[str, int]:
         "completion_tokens": usage.output_tokens,
         "total_tokens": usage.input_tokens + usage.output_tokens,
     }
+
+
+def cache_read_tokens(result: GenerationResult) -> int:
+    """Tokens whose KV was there before the call: `cached_tokens` without what was encoded on the way."""
+    encoded = [s for s in result.segments if s.hit is HitKind.ENCODED]
+    return result.usage.cached_tokens - sum(s.num_tokens - s.num_recomputed_tokens for s in encoded)
 
 
 def summary(result: GenerationResult) -> dict[str, Any]:

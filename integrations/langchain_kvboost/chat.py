@@ -1,0 +1,169 @@
+"""ChatKVBoost: a chat model that runs in this process and takes documents' KV from a store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from kvboost_rag.aio import iterate
+from kvboost_rag.datamodels import GenerationResult, StreamEvent
+from kvboost_rag.result_summary import usage_dict
+from langchain_kvboost.messages import carried_documents, document_hints, template_messages
+from langchain_kvboost.outputs import ChatChunks, chat_generation
+from langchain_kvboost.parameters import KVBoostParameters
+
+
+class ChatKVBoost(KVBoostParameters, BaseChatModel):
+    """Local chat model with document-level KV reuse.
+
+    Setup:
+        `pip install "kvboost-rag[langchain]"`
+
+    Instantiate:
+        `ChatKVBoost(model="Qwen/Qwen2.5-1.5B-Instruct", store="./kv")`, or in the place of `HuggingFacePipeline`:
+        `ChatKVBoost.from_model_id("Qwen/Qwen2.5-1.5B-Instruct", task="text-generation", pipeline_kwargs={…})`.
+        See `KVBoostParameters` for all parameters.
+
+    Invoke, stream, batch, async:
+        As with every chat model. Chunks that the store knows (`KVBoostWarmer`, `KVBoostVectorStore`) are found in the
+        prompt by their text. `documents=[…]` in a call or in `bind`, `additional_kwargs["documents"]` of a message and
+        documents in `ToolMessage.artifact` name further ones; they add no text.
+
+    Tools:
+        `bind_tools` writes tools through the chat template (in words where the template knows none). Nothing forces a
+        model to call one: how well it does is up to the model.
+
+    Response metadata:
+        `message.usage_metadata["input_token_details"]["cache_read"]`: tokens whose KV came from the store;
+        `message.response_metadata["kvboost"]`: hits, repair and times of the call.
+    """
+
+    streaming: bool = False
+    """Whether `invoke` goes through the streaming path."""
+
+    @property
+    def _llm_type(self) -> str:
+        return "chat-kvboost"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        return self._ls_params("chat", stop, kwargs)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        result = None
+        for event in self._chat_events(messages, stop, kwargs):
+            result = event.result
+        return self._chat_result(result, kwargs)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        result = None
+        async with aclosing(iterate(lambda: self._chat_events(messages, stop, kwargs))) as events:
+            async for event in events:
+                result = event.result
+        return self._chat_result(result, kwargs)
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        chunks = ChatChunks(self.model_name, _tool_names(kwargs))
+        with closing(self._chat_events(messages, stop, kwargs)) as events:
+            for event in events:
+                for chunk in chunks.of(event):
+                    if run_manager is not None:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        chunks = ChatChunks(self.model_name, _tool_names(kwargs))
+        async with aclosing(iterate(lambda: self._chat_events(messages, stop, kwargs))) as events:
+            async for event in events:
+                for chunk in chunks.of(event):
+                    if run_manager is not None:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Offer tools to the model.
+
+        Args:
+            tools: as everywhere in LangChain; their schemas become part of the prompt.
+            tool_choice: `"none"` offers none; a tool's name offers that one alone; everything else leaves the choice
+                to the model.
+            kwargs: bound like those of `bind`; OpenAI's `strict` and `parallel_tool_calls` have no effect.
+
+        Raises:
+            ValueError: `tool_choice` names a tool that is not there.
+        """
+        offered = [convert_to_openai_tool(tool) for tool in tools]
+        chosen = tool_choice["function"]["name"] if isinstance(tool_choice, dict) else tool_choice
+        if chosen == "none":
+            offered = []
+        elif isinstance(chosen, str) and chosen not in ("auto", "any", "required"):
+            names = [tool["function"]["name"] for tool in offered]
+            if chosen not in names:
+                raise ValueError(f"tool_choice={chosen!r} is none of the tools: {', '.join(names)}")
+            offered = [tool for tool in offered if tool["function"]["name"] == chosen]
+        for name in ("strict", "parallel_tool_calls"):
+            kwargs.pop(name, None)
+        return self.bind(tools=offered, **kwargs)
+
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """Tokens of the prompt that these messages make, chat template and tools included."""
+        offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
+        tokens = self.engine.tokens
+        return tokens.count(tokens.render(template_messages(messages), tools=offered))
+
+    def _chat_events(
+        self, messages: list[BaseMessage], stop: Sequence[str] | None, kwargs: dict[str, Any]
+    ) -> Iterator[StreamEvent]:
+        call = dict(kwargs)
+        documents = document_hints(call.pop("documents", None)) + carried_documents(messages)
+        return self._events(template_messages(messages), stop, documents, call)
+
+    def _chat_result(self, result: GenerationResult | None, kwargs: dict[str, Any]) -> ChatResult:
+        if result is None:
+            raise RuntimeError("the request ended without a result")
+        generation = chat_generation(result, self.model_name, _tool_names(kwargs))
+        return ChatResult(
+            generations=[generation], llm_output={"model_name": self.model_name, "token_usage": usage_dict(result)}
+        )
+
+
+def _tool_names(kwargs: dict[str, Any]) -> list[str]:
+    return [tool["function"]["name"] for tool in kwargs.get("tools") or ()]

@@ -1,0 +1,112 @@
+"""KVBoostLLM: a string-in, string-out model that runs in this process and takes documents' KV from a store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseLLM, LangSmithParams
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from kvboost_rag.aio import iterate
+from kvboost_rag.datamodels import GenerationResult, StreamEvent
+from kvboost_rag.result_summary import usage_dict
+from langchain_kvboost.messages import document_hints
+from langchain_kvboost.outputs import llm_metadata, text_chunk
+from langchain_kvboost.parameters import KVBoostParameters
+
+
+class KVBoostLLM(KVBoostParameters, BaseLLM):
+    """Local completion model with document-level KV reuse, in the place of `HuggingFacePipeline`.
+
+    The prompt is continued as it is, without a chat template; the answer never repeats it. Prompts of a batch are
+    answered one after the other by the one model. For instruction-tuned models use `ChatKVBoost`.
+
+    Instantiate:
+        `KVBoostLLM.from_model_id("gpt2", task="text-generation", pipeline_kwargs={"max_new_tokens": 10})`,
+        `KVBoostLLM(pipeline=pipe)` or `KVBoostLLM(model="…", store="./kv")`. See `KVBoostParameters`.
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "kvboost"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        return self._ls_params("llm", stop, kwargs)
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        results = []
+        for prompt in prompts:
+            *_, last = self._prompt_events(prompt, stop, kwargs)
+            results.append(last.result)
+        return self._llm_result(results)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        results = []
+        for prompt in prompts:
+            last = None
+            async with aclosing(self._aprompt_events(prompt, stop, kwargs)) as events:
+                async for event in events:
+                    last = event
+            results.append(last.result if last else None)
+        return self._llm_result(results)
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        with closing(self._prompt_events(prompt, stop, kwargs)) as events:
+            for event in events:
+                chunk = text_chunk(event, self.model_name)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        async with aclosing(self._aprompt_events(prompt, stop, kwargs)) as events:
+            async for event in events:
+                chunk = text_chunk(event, self.model_name)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _prompt_events(self, prompt: str, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> Iterator[StreamEvent]:
+        call = dict(kwargs)
+        return self._events(prompt, stop, document_hints(call.pop("documents", None)), call)
+
+    def _aprompt_events(
+        self, prompt: str, stop: Sequence[str] | None, kwargs: dict[str, Any]
+    ) -> AsyncIterator[StreamEvent]:
+        return iterate(lambda: self._prompt_events(prompt, stop, kwargs))
+
+    def _llm_result(self, results: Sequence[GenerationResult | None]) -> LLMResult:
+        generations, usage = [], {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        for result in results:
+            if result is None:
+                raise RuntimeError("the request ended without a result")
+            generations.append([Generation(text=result.text, generation_info=llm_metadata(result, self.model_name))])
+            usage = {name: count + usage_dict(result)[name] for name, count in usage.items()}
+        return LLMResult(generations=generations, llm_output={"model_name": self.model_name, "token_usage": usage})
