@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvboost_rag.cli import options
@@ -26,6 +28,9 @@ QUESTIONS = (
 )
 
 
+COLUMNS = ("", "prompt", "reused", "recomp.", "prefill", "full", "reuse", "faster", "same tokens")
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One question answered twice in the same run."""
@@ -36,8 +41,14 @@ class Comparison:
     reuse: GenerationResult
 
     @property
+    def num_agreeing_tokens(self) -> int:
+        """Tokens at the start of the answers that are the same."""
+        pairs = zip(self.full.token_ids, self.reuse.token_ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    @property
     def agrees(self) -> bool:
-        return self.full.text == self.reuse.text
+        return self.full.token_ids == self.reuse.token_ids
 
 
 def demo(
@@ -45,9 +56,11 @@ def demo(
     store: options.Store = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
-    neighbours: options.Neighbours = 4,
+    neighbours: Annotated[
+        int | None, typer.Option(min=0, max=16, help="As for warm. Default: 4, in float32 2, to stay quick.")
+    ] = None,
     passages: options.Passages = 10,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most.")] = 48,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most.")] = 32,
 ) -> None:
     """Index reference texts of Python's standard library and ask three questions, by full prefill and by reuse.
 
@@ -62,14 +75,16 @@ def demo(
     folder = options.store_folder(store, "demo")
     with open_engine(ModelChoice(model, dtype, device), folder) as engine:
         embedder = open_embedder()
+        if neighbours is None:
+            neighbours = 2 if str(engine.model.dtype) == "torch.float32" else 4
         report = index_sources(engine, embedder, pydoc_corpus().texts, ChunkPlan(256, neighbours))
         console.print(index_line(report), highlight=False)
         comparisons = compare(engine, PassageSearch(engine, embedder), passages, max_new_tokens)
     console.print()
     console.print(comparison_table(comparisons))
     console.print(
-        "TTFT: from the call with the prompt text to the first token; lookup, loading from disk, realigning, repair\n"
-        "and prefill of the question included. Each figure is one measurement on this machine. "
+        "full, reuse: seconds from the call with the prompt text to the first token (TTFT); lookup, loading from\n"
+        "disk, realigning, repair and prefill of the question included. One measurement each, on this machine.\n"
         f"The demo took {seconds_text(time.perf_counter() - start)}.",
         highlight=False,
     )
@@ -130,10 +145,9 @@ def answers(comparison: Comparison) -> list[tuple[str, GenerationResult]]:
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """One line a question."""
-    table = Table("question", title="full prefill against reuse, same run", title_justify="left", title_style="bold")
-    columns = ("prompt", "reused", "recomputed", "prefilled", "TTFT full", "TTFT reuse", "faster", "same answer")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = Table(title="full prefill against reuse, same run", title_justify="left", box=SIMPLE_HEAD)
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
     for number, one in enumerate(comparisons, 1):
         usage = one.reuse.usage
         table.add_row(
@@ -142,9 +156,9 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             f"{usage.cached_tokens:,}",
             f"{usage.recomputed_tokens:,}",
             f"{usage.prefilled_tokens:,}",
-            f"{one.full.ttft_ms:,.0f} ms",
-            f"{one.reuse.ttft_ms:,.0f} ms",
+            f"{one.full.ttft_ms / 1000:.2f} s",
+            f"{one.reuse.ttft_ms / 1000:.2f} s",
             f"{one.full.ttft_ms / one.reuse.ttft_ms:.1f} x" if one.reuse.ttft_ms else "",
-            "yes" if one.agrees else "no",
+            "yes" if one.agrees else f"first {one.num_agreeing_tokens} of {len(one.full.token_ids)}",
         )
     return table
