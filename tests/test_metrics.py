@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import shutil
+import subprocess
 import urllib.request
 from pathlib import Path
 
@@ -155,3 +159,39 @@ def test_the_server_serves_and_a_taken_port_says_so(registry: CollectorRegistry)
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.mark.parametrize("name", ["prometheus-rules.yml", "grafana-dashboard.json"])
+def test_rules_and_dashboard_ask_for_metrics_that_exist(registry: CollectorRegistry, tmp_path: Path, name: str) -> None:
+    metrics = Metrics("m", registry)
+    store = DiskStore(tmp_path, 1_000_000)
+    metrics.watch(store)
+    store.stats.evictions["corrupt"] += 1
+    store.stats.rejected["corrupt"] += 1
+    metrics.record(result([HitKind.APPROXIMATE, HitKind.ENCODED], deviation=0.1, fallback="ValueError: x"))
+    metrics.record_encoded({"refused": "k8v4", "psnr_db": "30"})
+    metrics.record_decision(True)
+    exported = {sample.name for family in registry.collect() for sample in family.samples}
+    asked = set(re.findall(r"\bkvboost_\w+", (DOCS / name).read_text()))
+    assert len(asked) > 5
+    assert asked <= exported
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 8
+    spans = [(p["gridPos"], p["title"]) for p in panels]
+    assert all(p["x"] + p["w"] <= 24 for p, _ in spans)
+    assert all(panel["targets"] and panel["datasource"]["uid"] == "${datasource}" for panel in panels)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not installed")
+def test_promtool_accepts_the_rules() -> None:
+    command = ["promtool", "check", "rules", str(DOCS / "prometheus-rules.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 rules found" in done.stdout + done.stderr

@@ -150,6 +150,9 @@ class Store(ABC):
         """Name of the fastest tier that holds `key`, or None."""
         return next(iter(self.bytes_held)) if key in self else None
 
+    def touch(self, key: str) -> None:  # noqa: B027 - optional
+        """Tell the eviction policy that `key` was used, although not read from here; counts nothing."""
+
     def note_deviation(self, key: str, deviation: float) -> None:  # noqa: B027 - optional
         """Tell the eviction policy how far the entry's values were from freshly computed ones (relative L2)."""
 

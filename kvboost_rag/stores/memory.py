@@ -98,6 +98,10 @@ class MemoryStore(Store):
     def bytes_held(self) -> Mapping[str, int]:
         return {self.tier: self._held}
 
+    def touch(self, key: str) -> None:
+        with self._lock:
+            self._policy.hit(key)
+
     def note_deviation(self, key: str, deviation: float) -> None:
         with self._lock:
             self._policy.note_deviation(key, deviation)

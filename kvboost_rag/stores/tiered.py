@@ -21,7 +21,8 @@ class TieredStore(Store):
 
     `put` stores into the fast tier next to the last and leaves writing to the last tier (the home) to a thread, off the
     caller's path; until written, the entry is pinned in the fast tier, so that the queue's bytes are within its budget.
-    An entry evicted from a tier goes to the next one unless that holds it. The catalog is the home's.
+    An entry evicted from a tier goes to the next one unless that holds it. A hit counts as a use in the slower tiers
+    too, so that what is hot in memory does not look cold on disk. The catalog is the home's.
 
     A process that is killed loses what was not written yet; `flush` and `close` wait, and so does a normal exit.
 
@@ -56,6 +57,8 @@ class TieredStore(Store):
             entry, why_not = tier.lookup(key, check)
             if entry is not None:
                 self._copy_up(entry, self.tiers[:depth], deletions)
+                for slower in self.tiers[depth + 1 :]:
+                    slower.touch(key)
                 self._count(None, hit=True)
                 return entry, None
             reason = why_not or reason
@@ -113,6 +116,10 @@ class TieredStore(Store):
 
     def tier_of(self, key: str) -> str | None:
         return next((name for tier in self.tiers if (name := tier.tier_of(key)) is not None), None)
+
+    def touch(self, key: str) -> None:
+        for tier in self.tiers:
+            tier.touch(key)
 
     def note_deviation(self, key: str, deviation: float) -> None:
         for tier in self.tiers:

@@ -238,3 +238,18 @@ def test_prefetch_brings_entries_into_memory(tmp_path: Path) -> None:
         assert same(store.get(entry.key, check_of(entry)), entry)
     assert store.tiers[0].stats.hits == 4
     assert disk.stats.lookups == 0
+
+
+def test_what_is_hot_in_memory_does_not_look_cold_on_disk(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, 1_000_000, policy="lru")
+    store = TieredStore(MemoryStore(100_000), disk)
+    hot, cold = build_entry(1), build_entry(2)
+    for entry in (hot, cold):
+        store.put(entry)
+    store.flush()
+    for _ in range(3):
+        store.get(hot.key, check_of(hot))
+    assert store.tiers[0].stats.hits == 3
+    store.close()
+    again = DiskStore(tmp_path, disk.folder.size(hot.key) + 100, policy="lru")
+    assert list(again.keys()) == [hot.key]
