@@ -1,4 +1,7 @@
-"""Settings, validated, no logic. Arguments beat environment variables, which beat defaults.
+"""Settings, validated, no logic.
+
+Arguments of a call beat the engine's config, which beats environment variables, which beat what calibration found
+for the model (its profile), which beats the defaults.
 
 The environment is read again at each request, so that an operator can change it while the process runs.
 """
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,8 +27,29 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
+class CalibratedDefaults:
+    """What a model's profile puts in the place of the defaults below.
+
+    Attributes:
+        reuse: `blend`, or `exact` for a model that failed the accuracy gate.
+        repair_options: parameters of the strategy (such as the weight of `query`); they go with `repair` only.
+    """
+
+    reuse: ReuseMode = "blend"
+    repair: RepairName = "query"
+    recompute_ratio: float = 0.05
+    repair_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_choice("reuse", self.reuse, get_args(ReuseMode))
+        _check_choice("repair", self.repair, get_args(RepairName))
+        _check_range("recompute_ratio", self.recompute_ratio, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
 class ReuseConfig:
-    """How stored KV is used. A field left at None takes the environment's value, else the default given here.
+    """How stored KV is used. A field left at None takes the environment's value, else that of the model's profile,
+    else the default given here.
 
     Attributes:
         reuse: `blend` (default): chunk KV for documents, exact hits for the prefix only. `exact`: a prefix cache
@@ -41,6 +65,10 @@ class ReuseConfig:
             which it recomputes all of it (within the bound); 0.02 and 0.20.
         namespace: tenant. Enters every key; never taken from prompt text.
         strict: raise on a fault in reuse instead of falling back to plain prefill.
+        shadow_rate: share of the requests served with `blend`, 0…1, that are compared with full prefill afterwards
+            (see `shadow`); costs about one full prefill each, while nobody else is waiting.
+        shadow_max_kl: mean KL in nats of those comparisons above which the engine goes over to exact reuse; None =
+            only report.
     """
 
     reuse: ReuseMode | None = None
@@ -53,6 +81,8 @@ class ReuseConfig:
     tau_recompute: float = 0.20
     namespace: str = ""
     strict: bool = False
+    shadow_rate: float = 0.0
+    shadow_max_kl: float | None = None
 
     def __post_init__(self) -> None:
         _check_choice("reuse", self.reuse, get_args(ReuseMode))
@@ -60,6 +90,8 @@ class ReuseConfig:
         _check_range("recompute_ratio", self.recompute_ratio, 0.0, 1.0)
         _check_range("max_recompute_ratio", self.max_recompute_ratio, 0.0, 1.0)
         _check_range("deviation_threshold", self.deviation_threshold, 0.0, None)
+        _check_range("shadow_rate", self.shadow_rate, 0.0, 1.0)
+        _check_range("shadow_max_kl", self.shadow_max_kl, 0.0, None)
         _check_range("tau_reuse", self.tau_reuse, 0.0, None)
         _check_range("tau_recompute", self.tau_recompute, self.tau_reuse, None)
         if self.top_k is not None and (
@@ -78,14 +110,22 @@ class ReuseConfig:
             )
 
     def override(self, **changes: Any) -> ReuseConfig:
-        """A copy with the given fields set; None leaves a field as it is. Unknown names are an error that lists the known ones."""
+        """A copy with the given fields set; None leaves a field as it is.
+
+        Raises:
+            ConfigError: an unknown name; the message lists the known ones.
+        """
         known = {f.name for f in fields(self)}
         if unknown := sorted(set(changes) - known):
             raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
 
-    def resolve(self, environ: Mapping[str, str] | None = None) -> ResolvedConfig:
-        """Fill what is unset from the environment, then from the defaults.
+    def resolve(
+        self, environ: Mapping[str, str] | None = None, calibrated: CalibratedDefaults | None = None
+    ) -> ResolvedConfig:
+        """Fill what is unset from the environment, then from the model's profile, then from the defaults.
+
+        A profile's ratio and options were measured with its strategy: they apply only if that strategy does.
 
         Raises:
             ConfigError: an environment variable holds a value that cannot be used; the message names it.
@@ -99,12 +139,16 @@ class ReuseConfig:
                 "deviation_threshold", _env_float(env, "KVBOOST_DEVIATION_THRESHOLD")
             ),
         )
-        ratio = 0.05 if self.recompute_ratio is None else self.recompute_ratio
+        default = calibrated or CalibratedDefaults()
+        repair = from_env.repair or default.repair
+        own = from_env.repair is None
+        fallback_ratio = default.recompute_ratio if own else CalibratedDefaults.recompute_ratio
+        ratio = fallback_ratio if self.recompute_ratio is None else self.recompute_ratio
         cap = self.max_recompute_ratio
         disabled = _env_flag(env, "KVBOOST_DISABLE")
         return ResolvedConfig(
-            reuse="off" if disabled else self.reuse or "blend",
-            repair=from_env.repair or "query",
+            reuse="off" if disabled else self.reuse or default.reuse,
+            repair=repair,
             recompute_ratio=ratio if cap is None else min(ratio, cap),
             top_k=from_env.top_k,
             deviation_threshold=from_env.deviation_threshold,
@@ -113,6 +157,9 @@ class ReuseConfig:
             tau_recompute=self.tau_recompute,
             namespace=self.namespace,
             strict=self.strict,
+            shadow_rate=self.shadow_rate,
+            shadow_max_kl=self.shadow_max_kl,
+            repair_options=default.repair_options if own else {},
         )
 
     def _unless_other_rule(self, name: str, env_value: Any) -> Any:
@@ -122,6 +169,37 @@ class ReuseConfig:
             return own
         rules = (self.recompute_ratio, self.top_k, self.deviation_threshold)
         return env_value if all(rule is None for rule in rules) else None
+
+
+@dataclass(frozen=True)
+class EncodingConfig:
+    """How chunks are encoded and kept: fixed for an engine, because a chunk's KV is a function of it.
+
+    Attributes:
+        anchor: text in front of each chunk while it is encoded; `auto` is the chat template's head up to a user
+            message's content, or BOS where there is no template; the empty string is no anchor.
+        separator: text behind each neighbour in an encoding context, as between documents in a prompt.
+        quantization: codec of stored chunk KV: `none`, `k8v8` or `k8v4` (see `quantization`).
+        batch_size: chunks encoded in one forward. Above 1 a chunk that is encoded again alone may differ in the last
+            bits, and so may a cold answer from a warm one: matrix kernels round differently at other batch shapes.
+        block_tokens: block length of the exact path; only whole blocks are found again in a longer prompt.
+    """
+
+    anchor: str = "auto"
+    separator: str = "\n\n"
+    quantization: str = "none"
+    batch_size: int = 1
+    block_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("anchor", "separator"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected a string")
+        _check_choice("quantization", self.quantization, ("none", "k8v8", "k8v4"))
+        for name in ("batch_size", "block_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}: expected a whole number, 1 or more")
 
 
 @dataclass(frozen=True)
@@ -138,6 +216,9 @@ class ResolvedConfig:
     tau_recompute: float
     namespace: str
     strict: bool
+    shadow_rate: float = 0.0
+    shadow_max_kl: float | None = None
+    repair_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,9 @@ class Segment:
 class ChunkRecord:
     """What the catalog remembers of a chunk, whether or not its KV is held at the moment.
 
-    `anchor_ids` and the token ids of the chunks named in `neighbours` (content hashes, nearest last), in this
-    order, are the chunk's encoding context. Together with `token_ids` and the model they determine its KV.
+    `anchor_ids`, then the token ids of each chunk named in `neighbours` (content hashes, nearest last), each followed
+    by `separator_ids`, are the chunk's encoding context (`chunk_keys.encoding_context`). Together with `token_ids`
+    and the model they determine its KV.
     """
 
     content_hash: str
@@ -76,6 +77,7 @@ class ChunkRecord:
     token_ids: tuple[int, ...]
     anchor_ids: tuple[int, ...] = ()
     neighbours: tuple[str, ...] = ()
+    separator_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvboost_rag.chunk_keys import model_fingerprint
-from kvboost_rag.config import ConfigError, GenerationParams, ResolvedConfig, ReuseConfig
+from kvboost_rag.config import (
+    CalibratedDefaults,
+    ConfigError,
+    EncodingConfig,
+    GenerationParams,
+    ResolvedConfig,
+    ReuseConfig,
+)
 from kvboost_rag.datamodels import GenerationResult, StreamEvent, WarmReport
 from kvboost_rag.decode import ContextOverflowError, Decoder
 from kvboost_rag.encode import Encoder
 from kvboost_rag.library import ChunkIdentity, ChunkLibrary
 from kvboost_rag.lookup import LocatedPrompt, Messages, document_texts, locate
+from kvboost_rag.metrics import Metrics
+from kvboost_rag.model_profile import ModelProfile, load_profile, say_once
 from kvboost_rag.models.load import LoadedModel, load_model
 from kvboost_rag.models.probe import ProbeReport, probe
 from kvboost_rag.pipeline import Pipeline, Prepared, plain
@@ -71,9 +80,10 @@ class KVBoost:
         loaded: model and tokenizer (`from_pretrained` loads them).
         store: a `Store`, a folder (memory over disk), or None for memory only.
         config: defaults of every call; keywords of a call beat them.
-        anchor: text in front of each chunk while it is encoded; `auto` is the chat template's head up to a user
-            message's content, or BOS where there is no template; the empty string is no anchor.
-        block_tokens: block length of the exact path.
+        encoding: how chunks are encoded and kept.
+        metrics: True for Prometheus metrics in prometheus_client's own registry, or a `Metrics`.
+        profile: what calibration found for the model; `auto` reads what `kvboost-rag calibrate` saved, None goes
+            without. Used where neither arguments nor environment say otherwise.
 
     A model that the probe refuses is served by plain prefill; `engine.probe.reason` says why. One worker thread
     serves all callers in turn; every method may be called from any thread.
@@ -85,27 +95,35 @@ class KVBoost:
         *,
         store: Any = None,
         config: ReuseConfig | None = None,
-        anchor: str = "auto",
-        block_tokens: int = 128,
+        encoding: EncodingConfig | None = None,
+        metrics: Metrics | bool = False,
+        profile: ModelProfile | Literal["auto"] | None = "auto",
     ) -> None:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.config = config or ReuseConfig()
+        self.encoding = encoding or EncodingConfig()
         self.tokens = PromptTokens(self.tokenizer)
         self.probe: ProbeReport = probe(self.model)
         self.store: Store = open_store(store)
+        self.metrics = Metrics(self.name) if metrics is True else metrics or None
+        if self.metrics is not None:
+            self.metrics.watch(self.store)
         self._counts: Counter[str] = Counter()
         self._notice = RewrittenNotice()
         self._decoder = Decoder(self.model, self.tokens, loaded.eos_token_ids)
         self._worker = Worker(f"kvboost-{self.name}")
         fingerprint = model_fingerprint(self.model, self.tokenizer)
-        identity = ChunkIdentity(fingerprint, self._anchor_ids(anchor), self._reuse_limit)
+        self._announces_profile = profile == "auto"
+        self.profile = load_profile(fingerprint) if profile == "auto" else profile
+        identity = ChunkIdentity.of(fingerprint, self.tokens, self.encoding, self._reuse_limit)
         encoder = Encoder(self.model, self.probe.layout) if self.probe.layout is not None else None
         self.library = ChunkLibrary(self.store, encoder, self.tokens, identity)
+        self.library.metrics = self.metrics
         self._pipeline: Pipeline | None = None
         if self.probe.layout is None:
             logger.warning("%s is served by plain prefill: %s", self.name, self.probe.reason)
         else:
-            prefixes = PrefixCache(self.store, self.model, fingerprint, block_tokens)
+            prefixes = PrefixCache(self.store, self.model, fingerprint, self.encoding.block_tokens)
             self._pipeline = Pipeline(self.model, self.probe.layout, self.library, prefixes)
 
     @classmethod
@@ -115,12 +133,14 @@ class KVBoost:
         *,
         store: Any = None,
         config: ReuseConfig | None = None,
-        anchor: str = "auto",
-        block_tokens: int = 128,
+        encoding: EncodingConfig | None = None,
+        metrics: Metrics | bool = False,
+        profile: ModelProfile | Literal["auto"] | None = "auto",
         **load: Any,
     ) -> KVBoost:
         """Load a model and make an engine of it; `model` and `load` are those of `models.load.load_model`."""
-        return cls(load_model(model, **load), store=store, config=config, anchor=anchor, block_tokens=block_tokens)
+        loaded = load_model(model, **load)
+        return cls(loaded, store=store, config=config, encoding=encoding, metrics=metrics, profile=profile)
 
     @property
     def context_tokens(self) -> int | None:
@@ -132,11 +152,6 @@ class KVBoost:
     def _reuse_limit(self) -> int | None:
         limits = [n for n in (self.context_tokens, self.probe.max_positions) if n is not None]
         return min(limits, default=None)
-
-    def _anchor_ids(self, anchor: str) -> tuple[int, ...]:
-        if anchor == "":
-            return ()
-        return self.tokens.default_anchor_ids(None if anchor == "auto" else anchor)
 
     def warm(
         self,
@@ -228,7 +243,10 @@ class KVBoost:
             TypeError, ValueError: bad input, before any work starts; `ContextOverflowError` if the prompt is too long.
         """
         request = self._request(prompt, documents, params, repair, template, **config)
-        return iter(Stream(self._worker, lambda emit, cancelled: self._serve(request, emit, cancelled)))
+        stream: Stream[StreamEvent] = Stream(
+            self._worker, lambda emit, cancelled: self._serve(request, emit, cancelled)
+        )
+        return iter(stream)
 
     def _request(
         self,
@@ -242,14 +260,18 @@ class KVBoost:
         started = time.perf_counter()
         strategy = repair if isinstance(repair, RepairStrategy) else None
         name = strategy.name if strategy is not None else repair
-        resolved = self.config.override(repair=name, **config).resolve()
+        resolved = self.config.override(repair=name, **config).resolve(calibrated=self._calibrated)
         if strategy is None:
             if resolved.repair not in STRATEGIES:
                 raise ConfigError(f"repair={resolved.repair!r} is not available; known: {', '.join(STRATEGIES)}")
-            strategy = STRATEGIES[resolved.repair]()
+            strategy = STRATEGIES[resolved.repair](**resolved.repair_options)
         return Request(
             prompt, document_texts(documents), params or GenerationParams(), resolved, strategy, template or {}, started
         )
+
+    @property
+    def _calibrated(self) -> CalibratedDefaults | None:
+        return self.profile.defaults if self.profile is not None else None
 
     def _serve(self, request: Request, emit: Callable[[StreamEvent], None], cancelled: threading.Event) -> None:
         """All stages of one request, in the worker."""
@@ -261,9 +283,20 @@ class KVBoost:
         clock.lap("segment_ms")
         room = self._room(len(located.token_ids), request.params)
         request = replace(request, params=replace(request.params, max_new_tokens=room))
+        self._announce(request)
         prepared = self._prepare(located, request, room, clock)
-        outcome = self._decode(located, prepared, request, (emit, cancelled), clock)
-        emit(StreamEvent("", build_result(outcome)))
+        result = build_result(self._decode(located, prepared, request, (emit, cancelled), clock))
+        if self.metrics is not None:
+            self.metrics.record(result)
+        emit(StreamEvent("", result))
+
+    def _announce(self, request: Request) -> None:
+        """Say once what the model runs on, when it matters: no profile, or one that it failed."""
+        if not self._announces_profile or self._pipeline is None or request.config.reuse == "off":
+            return
+        self._announces_profile = False
+        if notice := say_once(self.profile, self.library.fingerprint, self.name):
+            logger.warning(notice)
 
     def _locate(self, request: Request) -> LocatedPrompt:
         register = self._pipeline is not None and request.config.reuse != "off"

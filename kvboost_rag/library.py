@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from kvboost_rag import quantization
 from kvboost_rag.chunk_keys import content_hash, context_hash
+from kvboost_rag.config import EncodingConfig
 from kvboost_rag.datamodels import ChunkKV, ChunkRecord, EntryCheck, HitKind, StoreEntry
 from kvboost_rag.encode import Encoder, EncodingJob
+from kvboost_rag.metrics import Metrics
 from kvboost_rag.prompt_tokens import PromptTokens
 from kvboost_rag.segments import KnownTexts, canonical_text
 from kvboost_rag.stores.base import Store
@@ -33,17 +35,37 @@ class FetchedChunk:
 
 @dataclass(frozen=True)
 class ChunkIdentity:
-    """What all chunks of one model share: its fingerprint, the anchor they are encoded behind, its context length."""
+    """What all chunks of one engine share.
+
+    Attributes:
+        fingerprint: of the model.
+        anchor_ids, separator_ids: parts of every encoding context.
+        max_positions: longest prompt that can be reused, or None.
+        quantization: codec of stored KV.
+    """
 
     fingerprint: str
-    anchor_ids: tuple[int, ...]
-    max_positions: int | None
+    anchor_ids: tuple[int, ...] = ()
+    separator_ids: tuple[int, ...] = ()
+    max_positions: int | None = None
+    quantization: str = "none"
+
+    @classmethod
+    def of(
+        cls, fingerprint: str, tokens: PromptTokens, encoding: EncodingConfig, max_positions: int | None
+    ) -> ChunkIdentity:
+        """Tokenise what the settings give as text."""
+        anchor: tuple[int, ...] = ()
+        if encoding.anchor:
+            anchor = tokens.default_anchor_ids(None if encoding.anchor == "auto" else encoding.anchor)
+        separator = tokens.document_ids(encoding.separator) if encoding.separator else ()
+        return cls(fingerprint, anchor, separator, max_positions, encoding.quantization)
 
 
 @dataclass
 class _Known:
     texts: KnownTexts = field(default_factory=KnownTexts)
-    version: CatalogVersion = CatalogVersion(0, 0)
+    version: CatalogVersion = field(default_factory=lambda: CatalogVersion(0, 0))
 
 
 class ChunkLibrary:
@@ -59,8 +81,8 @@ class ChunkLibrary:
         self.encoder = encoder
         self.tokens = tokens
         self.fingerprint = identity.fingerprint
-        self.anchor_ids = identity.anchor_ids
-        self.max_positions = identity.max_positions
+        self.identity = identity
+        self.metrics: Metrics | None = None
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
 
@@ -88,13 +110,22 @@ class ChunkLibrary:
         ids = self.tokens.document_ids(canonical) if canonical else ()
         if not ids:
             raise ValueError("a document without text cannot be a chunk")
-        key = content_hash(self.fingerprint, namespace, ids)
-        return ChunkRecord(key, self.fingerprint, namespace, canonical, ids, self.anchor_ids)
+        key, identity = content_hash(self.fingerprint, namespace, ids), self.identity
+        return ChunkRecord(
+            key,
+            self.fingerprint,
+            namespace,
+            canonical,
+            ids,
+            anchor_ids=identity.anchor_ids,
+            separator_ids=identity.separator_ids,
+        )
 
     @property
     def max_chunk_tokens(self) -> int | None:
         """Longest chunk that fits behind the anchor; None = no limit known."""
-        return None if self.max_positions is None else self.max_positions - len(self.anchor_ids)
+        limit = self.identity.max_positions
+        return None if limit is None else limit - len(self.identity.anchor_ids)
 
     def with_neighbours(self, record: ChunkRecord, neighbours: Sequence[ChunkRecord]) -> ChunkRecord:
         """`record` encoded behind `neighbours` (nearest last): as many as fit into the context, nearest first."""
@@ -104,7 +135,7 @@ class ChunkLibrary:
             if neighbour.content_hash in (record.content_hash, *chosen):
                 continue
             if room is not None:
-                room -= len(neighbour.token_ids)
+                room -= len(neighbour.token_ids) + len(record.separator_ids)
                 if room < 0:
                     break
             chosen.insert(0, neighbour.content_hash)
@@ -138,8 +169,8 @@ class ChunkLibrary:
     def load(self, record: ChunkRecord) -> FetchedChunk | None:
         """The chunk's KV from the store, or None (a miss)."""
         entry = self.store.get(record.content_hash, self.check(record)[1])
-        if entry is None:
-            return None
+        if entry is None or entry.meta.get("setting") != self.identity.quantization:
+            return None  # KV of another codec has other bits than encoding the chunk here would give
         return FetchedChunk(record, quantization.decode(entry.tensors, entry.meta), HitKind.APPROXIMATE)
 
     def encode(self, record: ChunkRecord) -> FetchedChunk:
@@ -151,7 +182,7 @@ class ChunkLibrary:
 
     def keep(self, record: ChunkRecord, kv: ChunkKV, job: EncodingJob, check: EntryCheck) -> FetchedChunk:
         """Put freshly encoded KV into the store; a store that cannot keep it costs the next call another encoding."""
-        tensors, meta = quantization.encode(kv)
+        tensors, meta = quantization.encode(kv, self.identity.quantization)
         entry = StoreEntry(
             record.content_hash,
             record.namespace,
@@ -159,9 +190,11 @@ class ChunkLibrary:
             record.token_ids,
             check.context_hash,
             tensors,
-            meta,
+            meta | {"setting": self.identity.quantization},
         )
         kept = self.store.put(entry)
+        if self.metrics is not None:
+            self.metrics.record_encoded(meta)
         decoded = quantization.decode(tensors, meta)
         return FetchedChunk(record, decoded, HitKind.ENCODED, job.num_tokens, entry.num_bytes, kept)
 

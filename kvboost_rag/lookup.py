@@ -75,7 +75,7 @@ def locate(
         TypeError, ValueError: there is no usable prompt; the message says what came.
     """
     rendered = not isinstance(prompt, str)
-    text = library.tokens.render(prompt, **template) if rendered else prompt
+    text = prompt if isinstance(prompt, str) else library.tokens.render(prompt, **template)
     while True:
         known = library.known_texts(namespace)
         spans = split_prompt(text, known, documents)

@@ -15,7 +15,10 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class PositionTables:
-    """cos and sin of positions `0 … num_positions`, one pair of `[num_positions, rotary_dim // 2]` float32 a layer group."""
+    """cos and sin of positions `0 … num_positions`, float32.
+
+    One pair of `[num_positions, rotary_dim // 2]` a layer group, None for groups without rotation.
+    """
 
     per_group: tuple[Tables | None, ...]
 

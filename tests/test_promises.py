@@ -14,6 +14,7 @@ from architectures import REUSABLE
 from corpus_texts import document, prompt
 
 from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.config import EncodingConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
 from kvboost_rag.repair import STRATEGIES
 from kvboost_rag.stores import MemoryStore, open_store
@@ -137,6 +138,32 @@ def test_evicted_neighbours_do_not_change_a_chunk(make_engine: MakeEngine) -> No
     assert after.hit is HitKind.ENCODED
     assert after.encoded_tokens > 2 * len(record.token_ids)
     assert all(torch.equal(a, b) for a, b in zip(before.keys, after.kv.keys, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["k8v8", "k8v4"])
+def test_cold_equals_warm_quantised(make_engine: MakeEngine, tmp_path: Path, codec: str) -> None:
+    """The cold path uses the dequantised values too; KV of another codec counts as a miss."""
+    text = prompt(DOCUMENTS)
+    engine = make_engine("qwen3", store=tmp_path / "store", encoding=EncodingConfig(quantization=codec))
+    cold = engine.logits(text, (5, 6), documents=DOCUMENTS, strict=True)
+    misses = engine.stats().store_misses
+    assert torch.equal(cold, engine.logits(text, (5, 6), strict=True))
+    assert engine.stats().store_misses == misses
+    engine.close()
+    plain = make_engine("qwen3", store=tmp_path / "store")
+    result = plain.generate(text, params=EIGHT, strict=True)
+    assert {s.hit for s in result.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.ENCODED}
+    assert not torch.equal(cold, plain.logits(text, (5, 6), strict=True))
+
+
+def test_neighbours_stand_apart_in_the_encoding_context(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.warm(DOCUMENTS[:3], neighbours=[DOCUMENTS[1:3], [], []])
+    record = engine.library.register(DOCUMENTS[0], "")
+    tokens = engine.tokens
+    behind = [*tokens.document_ids(DOCUMENTS[1]), *tokens.document_ids("\n\n")]
+    behind += [*tokens.document_ids(DOCUMENTS[2]), *tokens.document_ids("\n\n")]
+    assert engine.store.catalog.context_ids(record) == (*tokens.default_anchor_ids(), *behind)
 
 
 # 4. A strategy forwards what it says.

@@ -42,7 +42,10 @@ class AttentionCall:
     sinks: torch.Tensor | None = None
 
     def logits(self, start: int = 0, end: int | None = None, key: torch.Tensor | None = None) -> torch.Tensor:
-        """Masked logits of rows `[start, end)`, float32 `[num_kv_heads, group, num_rows, kv_len]`; `key` replaces the keys."""
+        """Masked logits of rows `[start, end)`, float32 `[num_kv_heads, group, num_rows, kv_len]`.
+
+        `key` replaces the keys.
+        """
         keys = (self.key if key is None else key)[0]
         query = self.query[0, :, start:end].unflatten(0, (keys.shape[0], -1))
         kv_heads, group, rows, dim = query.shape

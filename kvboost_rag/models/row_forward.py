@@ -205,7 +205,10 @@ def _attention_implementation(model: PreTrainedModel) -> Iterator[None]:
 def _narrow_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], index: torch.Tensor, num_rows: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a decoder layer for the kept rows only. Hidden states are narrow already behind the first such layer."""
+    """Arguments of a decoder layer for the kept rows only.
+
+    Hidden states are narrow already behind the first such layer.
+    """
     narrow_args = tuple(_narrow("hidden_states" if i == 0 else "", a, index, num_rows) for i, a in enumerate(args))
     return narrow_args, {name: _narrow(name, value, index, num_rows) for name, value in kwargs.items()}
 

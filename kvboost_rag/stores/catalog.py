@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvboost_rag.chunk_keys import content_hash as hash_of
+from kvboost_rag.chunk_keys import encoding_context
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.stores import catalog_rows as rows
 from kvboost_rag.stores.database import Database
@@ -111,13 +112,13 @@ class Catalog(SourceLinks):
         return found
 
     def context_ids(self, record: ChunkRecord) -> tuple[int, ...]:
-        """Token ids of the record's encoding context: the anchor, then its neighbours in order.
+        """Token ids of the record's encoding context: the anchor, then its neighbours in order, separated.
 
         Raises:
             KeyError: a neighbour's token ids are not in the catalog.
         """
         tokens = self.neighbour_tokens(record)
-        return record.anchor_ids + tuple(i for ids in tokens for i in ids)
+        return encoding_context(record, tokens)
 
     def neighbour_tokens(self, record: ChunkRecord) -> tuple[tuple[int, ...], ...]:
         """Token ids of each neighbour, removed ones included. Raises KeyError as `context_ids` does."""

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvboost_rag.chunk_keys import content_hash, context_hash
+from kvboost_rag.chunk_keys import content_hash, hash_fields, token_bytes
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.stores.database import Database
 
@@ -35,7 +35,10 @@ CREATE INDEX IF NOT EXISTS chunks_by_tenant ON chunks (namespace, fingerprint, s
 
 CREATE INDEX IF NOT EXISTS removed_chunks ON chunks (content_hash) WHERE removed;
 
-CREATE TABLE IF NOT EXISTS anchors (hash TEXT PRIMARY KEY, token_ids BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS anchors (
+    hash TEXT PRIMARY KEY,
+    token_ids BLOB NOT NULL,
+    separator_ids BLOB NOT NULL) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS contexts (
     chunk TEXT NOT NULL,
@@ -103,10 +106,16 @@ def insert_removed(db: sqlite3.Connection, dependent: ChunkRecord, chunk: str, t
 
 
 def set_anchor(db: sqlite3.Connection, record: ChunkRecord) -> None:
-    """Store the record's anchor ids once for all chunks that share them."""
-    anchor = context_hash(record.anchor_ids)
-    db.execute("INSERT OR IGNORE INTO anchors VALUES (?, ?)", (anchor, pack(record.anchor_ids)))
+    """Store the record's anchor and separator once for all chunks that share them."""
+    anchor = _anchor_hash(record)
+    db.execute(
+        "INSERT OR IGNORE INTO anchors VALUES (?, ?, ?)", (anchor, pack(record.anchor_ids), pack(record.separator_ids))
+    )
     db.execute("UPDATE chunks SET anchor = ? WHERE content_hash = ?", (anchor, record.content_hash))
+
+
+def _anchor_hash(record: ChunkRecord) -> str:
+    return hash_fields("anchor", token_bytes(record.anchor_ids), token_bytes(record.separator_ids))
 
 
 def set_context(db: sqlite3.Connection, record: ChunkRecord, removed_allowed: bool = False) -> None:
@@ -163,14 +172,17 @@ def select(database: Database, chunks: Sequence[str]) -> Iterator[ChunkRecord]:
     ):
         neighbours.setdefault(chunk, []).append(neighbour)
     found = database.read(
-        "SELECT content_hash, fingerprint, namespace, text, c.token_ids, anchor, a.token_ids FROM chunks c "
+        "SELECT content_hash, fingerprint, namespace, text, c.token_ids, anchor, a.token_ids, a.separator_ids "
+        "FROM chunks c "
         f"JOIN anchors a ON a.hash = anchor WHERE content_hash IN ({marks}) AND NOT removed",
         chunks,
     )
-    for chunk, fingerprint, namespace, text, token_blob, anchor, anchor_blob in found:
-        ids, anchor_ids = unpack(token_blob), unpack(anchor_blob)
-        record = ChunkRecord(chunk, fingerprint, namespace, text, ids, anchor_ids, tuple(neighbours.get(chunk, ())))
-        if content_hash(fingerprint, namespace, ids) == chunk and context_hash(anchor_ids) == anchor:
+    for chunk, fingerprint, namespace, text, token_blob, anchor, anchor_blob, separator_blob in found:
+        ids, behind = unpack(token_blob), tuple(neighbours.get(chunk, ()))
+        record = ChunkRecord(
+            chunk, fingerprint, namespace, text, ids, unpack(anchor_blob), behind, unpack(separator_blob)
+        )
+        if content_hash(fingerprint, namespace, ids) == chunk and _anchor_hash(record) == anchor:
             yield record
         else:
             logger.error("the catalog's row of chunk %s is damaged; it counts as unknown", chunk[:16])

@@ -88,6 +88,7 @@ def dump(
         header["record"] = {
             "text": record.text,
             "anchor_ids": record.anchor_ids,
+            "separator_ids": record.separator_ids,
             "neighbours": record.neighbours,
             "neighbour_tokens": list(neighbour_tokens),
         }
@@ -162,7 +163,10 @@ def _parse(header: dict[str, Any]) -> ChunkHeader:
     if "record" in header:
         known = header["record"]
         anchor_ids, neighbours = tuple(known["anchor_ids"]), tuple(known["neighbours"])
-        record = ChunkRecord(key, fingerprint, namespace, known["text"], token_ids, anchor_ids, neighbours)
+        separator_ids = tuple(known["separator_ids"])
+        record = ChunkRecord(
+            key, fingerprint, namespace, known["text"], token_ids, anchor_ids, neighbours, separator_ids
+        )
         neighbour_tokens = tuple(tuple(ids) for ids in known["neighbour_tokens"])
     return ChunkHeader(
         key=key,

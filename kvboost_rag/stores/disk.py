@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import sqlite3
 import time
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from kvboost_rag.chunk_keys import context_hash
+from kvboost_rag.chunk_keys import context_hash, encoding_context
 from kvboost_rag.datamodels import ChunkRecord, StoreEntry
 from kvboost_rag.stores import chunk_file, recovery
 from kvboost_rag.stores.base import EntryInfo, Store, StoreError
@@ -131,6 +130,11 @@ class DiskStore(Store):
     def bytes_held(self) -> Mapping[str, int]:
         return {"disk": self.table.total_bytes()}
 
+    def touch(self, key: str) -> None:
+        with self._lock:
+            self._policy.hit(key)
+            self._used.add(key)
+
     def note_deviation(self, key: str, deviation: float) -> None:
         with self._lock:
             self._policy.note_deviation(key, deviation)
@@ -237,7 +241,7 @@ class DiskStore(Store):
             tokens = self.catalog.neighbour_tokens(record)
         except KeyError:
             return None, ()
-        context = record.anchor_ids + tuple(itertools.chain.from_iterable(tokens))
+        context = encoding_context(record, tokens)
         return (record, tokens) if context_hash(context) == entry.context_hash else (None, ())
 
     def _reserve(self, key: str, num_bytes: int) -> tuple[Reservation | None, str | None]:

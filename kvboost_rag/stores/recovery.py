@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvboost_rag.chunk_keys import context_hash
+from kvboost_rag.chunk_keys import context_hash, encoding_context
 from kvboost_rag.stores import chunk_file
 from kvboost_rag.stores.base import EntryInfo
 from kvboost_rag.stores.catalog import Catalog
@@ -60,7 +60,7 @@ def enter(folder: StoreFolder, table: FileTable, catalog: Catalog, key: str) -> 
     if header.key != key:
         raise ChunkFileError("swapped", f"holds {header.key[:16]}")
     if header.record is not None:
-        tokens = header.record.anchor_ids + tuple(i for ids in header.neighbour_tokens for i in ids)
+        tokens = encoding_context(header.record, header.neighbour_tokens)
         if context_hash(tokens) != header.context_hash:
             raise ChunkFileError("corrupt", "the encoding context does not have its hash")
         catalog.restore(header.record, header.neighbour_tokens)
