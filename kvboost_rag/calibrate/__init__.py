@@ -1,0 +1,21 @@
+"""Is it still the same model? Settings of reuse measured against full prefill, and the cheapest good one chosen."""
+
+from kvboost_rag.calibrate.grid import QUICK_GRID, default_grid
+from kvboost_rag.calibrate.measure import Answered, Comparison, compare, reference_answer
+from kvboost_rag.calibrate.questions import EvalQuestion, builtin_questions, read_questions
+from kvboost_rag.calibrate.run import CalibrationPlan, CalibrationProgress, calibrate
+
+__all__ = [
+    "QUICK_GRID",
+    "Answered",
+    "CalibrationPlan",
+    "CalibrationProgress",
+    "Comparison",
+    "EvalQuestion",
+    "builtin_questions",
+    "calibrate",
+    "compare",
+    "default_grid",
+    "read_questions",
+    "reference_answer",
+]

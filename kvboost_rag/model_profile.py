@@ -1,0 +1,189 @@
+"""What calibration found for one model, kept in a file that the engine reads when it starts.
+
+A profile belongs to a model's fingerprint and to a version of transformers: either may change what reuse costs in
+accuracy. Any other combination has no profile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+from kvboost_rag.config import CalibratedDefaults, ConfigError, RepairName, cache_dir
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to reuse: at query time (strategy, ratio) and at index time (neighbours, quantisation).
+
+    Attributes:
+        repair: name of a strategy.
+        weight: of the strategy `query`, see `repair.QueryRepair`.
+        neighbours: similar chunks that each chunk is encoded behind.
+        quantization: codec of stored chunk KV.
+    """
+
+    repair: str = "query"
+    recompute_ratio: float = 0.05
+    weight: str | None = None
+    neighbours: int = 0
+    quantization: str = "none"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Parameters of the strategy."""
+        return {} if self.weight is None else {"weight": self.weight}
+
+    @property
+    def label(self) -> str:
+        """`query*deviation 5 %, 4 neighbours, k8v4`."""
+        weight = f"*{self.weight}" if self.weight else ""
+        ratio = "" if self.repair in ("none", "full") else f" {100 * self.recompute_ratio:g} %"
+        codec = "" if self.quantization == "none" else f", {self.quantization}"
+        return f"{self.repair}{weight}{ratio}, {self.neighbours} neighbours{codec}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A setting on the evaluation prompts, against full prefill on the same token ids.
+
+    Attributes:
+        kl_first, kl_mean: KL(full ‖ reuse) in nats at the first answer token / over the reference's greedy answer,
+            mean over the prompts.
+        kl_upper: upper end of the 90 % bootstrap interval of the larger of the two; what the gate looks at.
+        agreement: share of the answer's tokens with the same most likely token.
+        identical: share of prompts with the very same greedy answer.
+        f1_recovery: mean F1 / full prefill's mean F1, on the questions that full prefill answers; None if none.
+        em_recovery: share of those questions that reuse answers too. A question counts as answered if an accepted
+            answer stands in the text.
+        ttft_ratio: TTFT by full prefill / TTFT by reuse, ratio of the medians.
+    """
+
+    setting: Setting
+    num_prompts: int
+    kl_first: float
+    kl_mean: float
+    kl_upper: float
+    agreement: float
+    identical: float
+    f1_recovery: float | None
+    em_recovery: float | None
+    ttft_ratio: float
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """The outcome of a calibration.
+
+    Attributes:
+        fingerprint, transformers: what it holds for.
+        max_kl: what the user tolerates, in nats.
+        chosen: the cheapest measured setting within `max_kl`; None: the model failed the gate.
+        measured: all settings, as measured.
+        num_prompts, num_answered: evaluation prompts, and those that full prefill answers.
+        data: where the prompts came from.
+    """
+
+    fingerprint: str
+    transformers: str
+    model: str
+    max_kl: float
+    chosen: Setting | None
+    measured: tuple[Measured, ...]
+    num_prompts: int
+    num_answered: int
+    data: str
+
+    @property
+    def passed(self) -> bool:
+        return self.chosen is not None
+
+    @property
+    def defaults(self) -> CalibratedDefaults:
+        """What the engine is to use where nobody says otherwise: exact reuse for a model that failed."""
+        if self.chosen is None:
+            return CalibratedDefaults(reuse="exact")
+        return CalibratedDefaults(
+            repair=cast(RepairName, self.chosen.repair),  # checked there
+            recompute_ratio=self.chosen.recompute_ratio,
+            repair_options=self.chosen.options,
+        )
+
+
+def profile_path(fingerprint: str, transformers: str | None = None, folder: Path | None = None) -> Path:
+    """Where the profile of a model is kept: `profiles` in the user's cache folder (`KVBOOST_CACHE_DIR`)."""
+    name = f"{fingerprint[:32]}-transformers-{transformers or version('transformers')}.json"
+    return (folder or cache_dir() / "profiles") / name
+
+
+def save_profile(profile: ModelProfile, folder: Path | None = None) -> Path:
+    """Write the profile where the engine looks for it; whole or not at all."""
+    path = profile_path(profile.fingerprint, profile.transformers, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT} | asdict(profile), indent=1)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.replace(file.name, path)
+    return path
+
+
+def load_profile(fingerprint: str, folder: Path | None = None) -> ModelProfile | None:
+    """The model's profile for the installed version of transformers, or None.
+
+    A file that cannot be used is logged and counts as none: a model must start without it.
+    """
+    path = profile_path(fingerprint, None, folder)
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("the profile %s cannot be read and is ignored: %s", path, error)
+        return None
+    try:
+        profile = _from_json(raw)
+        if profile.fingerprint != fingerprint or profile.transformers != version("transformers"):
+            raise ValueError("it belongs to another model or version of transformers")
+        profile.defaults  # noqa: B018 - unknown strategies and ratios out of range raise here
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        logger.warning("the profile %s is ignored: %s: %s", path, type(error).__name__, error)
+        return None
+    return profile
+
+
+def _from_json(raw: Any) -> ModelProfile:
+    fields = dict(raw)
+    if fields.pop("format") != FORMAT:
+        raise ValueError("it was written by another version of kvboost-rag")
+    fields["chosen"] = None if fields["chosen"] is None else Setting(**fields["chosen"])
+    fields["measured"] = tuple(Measured(**(m | {"setting": Setting(**m["setting"])})) for m in fields["measured"])
+    return ModelProfile(**fields)
+
+
+_said: set[str] = set()
+
+
+def say_once(profile: ModelProfile | None, fingerprint: str, name: str) -> str | None:
+    """A sentence on what a model runs on where that is not a profile it passed; None if it was said in this process."""
+    if (profile is not None and profile.passed) or fingerprint in _said:
+        return None
+    _said.add(fingerprint)
+    if profile is None:
+        return (
+            f"{name} was never calibrated with this version of transformers, so reuse runs on safe defaults; "
+            f"measure what suits it with: kvboost-rag calibrate {name}"
+        )
+    return (
+        f"{name} failed calibration (no setting within {profile.max_kl:g} nats of full prefill), so only exact reuse "
+        "is used; reuse='blend' overrides that"
+    )
