@@ -71,7 +71,7 @@ def _split(engine: KVBoost, sources: Sequence[SourceText], plan: ChunkPlan) -> d
 
     chunker = FixedChunker(engine.tokens.count, chunk_tokens=plan.chunk_tokens)
     chunks: dict[str, list[str]] = {}
-    with progress_bar("{task.completed}/{task.total} files") as bar:
+    with progress_bar("{task.completed:.0f}/{task.total:.0f} files") as bar:
         for source in bar.track(sources, description="chunking"):
             chunks[source.source] = [chunk.text for chunk in chunker.split(source.text)]
     return chunks
