@@ -163,7 +163,7 @@ class _StoreCollector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        families = {
+        families: dict[str, Any] = {
             "held": GaugeMetricFamily("kvboost_cache_bytes", "Bytes held", labels=["tier"]),
             "evictions": CounterMetricFamily("kvboost_cache_evictions", "Entries removed", labels=["tier", "reason"]),
             "lookups": CounterMetricFamily("kvboost_store_lookups", "Lookups in a tier", labels=["tier", "result"]),

@@ -39,8 +39,8 @@ class Catalog(SourceLinks):
         database: a path, `":memory:"`, or a `Database` opened with (at least) `catalog_rows.SCHEMA`.
 
     Raises:
-        DamagedDatabaseError: the file is not a readable database.
-        StoreError: the file has another schema version.
+        DamagedDatabaseError: the file is not a readable database, or has an earlier schema version.
+        StoreError: the file has a later schema version.
     """
 
     def __init__(self, database: str | Path | Database = ":memory:") -> None:
@@ -199,7 +199,9 @@ class Catalog(SourceLinks):
         return [row[0] for row in found]
 
     def __len__(self) -> int:
-        return int(self.database.read("SELECT count(*) FROM chunks WHERE NOT removed")[0][0])
+        # Both counts come from an index; one with `NOT removed` would read every row.
+        both = "SELECT (SELECT count(*) FROM chunks) - (SELECT count(*) FROM chunks WHERE removed)"
+        return int(self.database.read(both)[0][0])
 
     def close(self) -> None:
         """Release the file."""

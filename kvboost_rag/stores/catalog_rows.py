@@ -15,7 +15,7 @@ from kvboost_rag.stores.database import Database
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # A removed chunk that others were encoded behind stays as a row without text (`removed` = 1) until the last of them
 # gets another context. `seq` grows with every added or revived chunk, so that readers can ask for what is new.

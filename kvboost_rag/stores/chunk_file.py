@@ -21,7 +21,10 @@ from safetensors import SafetensorError
 from kvboost_rag.datamodels import ChunkRecord, StoreEntry
 
 FORMAT = "kvboost-rag chunk"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+EARLIER_VERSIONS = ("1",)
+USELESS = ("corrupt", "truncated", "swapped", "outdated")
+"""Reasons for which a file can only be removed. Foreign, later and unsigned files are left alone."""
 SECRET_VARIABLE = "KVBOOST_STORE_SECRET"
 
 CRC_DIGITS = 8
@@ -107,7 +110,7 @@ def load(data: bytes, secret: bytes | None = None) -> tuple[StoreEntry, ChunkHea
     """The entry in a file's bytes, after checking the seal.
 
     Raises:
-        ChunkFileError: with reason `truncated`, `foreign`, `version`, `corrupt` or `unsigned`.
+        ChunkFileError: with reason `truncated`, `foreign`, `version`, `outdated`, `corrupt` or `unsigned`.
     """
     header = read_header(data)
     _check_seal(data, secret)
@@ -125,7 +128,7 @@ def read_header(data: bytes) -> ChunkHeader:
     """The header in the first bytes of a file (at least `header_bytes` of them). Does not check the seal.
 
     Raises:
-        ChunkFileError: with reason `truncated`, `foreign`, `version` or `corrupt`.
+        ChunkFileError: with reason `truncated`, `foreign`, `version`, `outdated` or `corrupt`.
     """
     if len(data) < LENGTH_BYTES:
         raise ChunkFileError("truncated", f"{len(data)} bytes")
@@ -139,6 +142,8 @@ def read_header(data: bytes) -> ChunkHeader:
         raise ChunkFileError("corrupt", f"unreadable header: {error}") from error
     if found[0] != FORMAT:
         raise ChunkFileError("foreign", f"not written by this program (format {found[0]!r})")
+    if found[1] in EARLIER_VERSIONS:
+        raise ChunkFileError("outdated", f"format version {found[1]}, written by an earlier version of this program")
     if found[1] != str(FORMAT_VERSION):
         raise ChunkFileError("version", f"format version {found[1]}, this program reads {FORMAT_VERSION}")
     try:

@@ -37,8 +37,8 @@ class Database:
         version: of the schema. A file of another version is refused.
 
     Raises:
-        DamagedDatabaseError: the file is not a database or fails SQLite's check.
-        StoreError: it was written with another schema version.
+        DamagedDatabaseError: the file is not a database, fails SQLite's check, or has an earlier schema version.
+        StoreError: it was written with a later schema version.
 
     Attributes:
         is_new: the file was missing or held nothing.
@@ -145,7 +145,9 @@ class Database:
     def _check(self, connection: sqlite3.Connection) -> None:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         self.is_new = found == 0
-        if found not in (0, self._version):
+        if 0 < found < self._version:
+            raise DamagedDatabaseError(f"{self.path}: written by an earlier version of this program ({found})")
+        if found > self._version:
             raise StoreError(
                 f"{self.path} has catalog version {found}, this program reads {self._version}: "
                 "use the program that wrote it, or another folder"

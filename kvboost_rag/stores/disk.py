@@ -24,9 +24,6 @@ from kvboost_rag.stores.payload import distinct, own
 
 logger = logging.getLogger(__name__)
 
-DAMAGED = ("corrupt", "truncated", "swapped")
-"""What is wrong with a file that can only be removed. Foreign, newer and unsigned files are left alone."""
-
 
 class DiskStore(Store):
     """One safetensors file per entry, written aside, synced and renamed, verified whenever it is read.
@@ -199,8 +196,8 @@ class DiskStore(Store):
                 self._try_drop(key, "vanished")
                 return None, "vanished"
             except ChunkFileError as error:
-                if error.reason in DAMAGED:
-                    self._try_drop(key, "corrupt")
+                if error.reason in chunk_file.USELESS:
+                    self._try_drop(key, "outdated" if error.reason == "outdated" else "corrupt")
                 return None, error.reason
             except OSError:
                 return None, "io_error"

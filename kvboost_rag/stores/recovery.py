@@ -8,7 +8,7 @@ from kvboost_rag.chunk_keys import context_hash, encoding_context
 from kvboost_rag.stores import chunk_file
 from kvboost_rag.stores.base import EntryInfo
 from kvboost_rag.stores.catalog import Catalog
-from kvboost_rag.stores.chunk_file import ChunkFileError, ChunkHeader
+from kvboost_rag.stores.chunk_file import USELESS, ChunkFileError, ChunkHeader
 from kvboost_rag.stores.file_table import FileTable, Reservation
 from kvboost_rag.stores.folder import StoreFolder
 
@@ -24,11 +24,7 @@ def rebuild(folder: StoreFolder, table: FileTable, catalog: Catalog) -> int:
     num_bad = 0
     with table.database.transaction():
         for key in folder.list_keys():
-            try:
-                enter(folder, table, catalog, key)
-            except (OSError, ValueError) as error:
-                num_bad += 1
-                logger.warning("%s is not entered into the catalog: %s", folder.path(key), error)
+            num_bad += not _try_enter(folder, table, catalog, key)
     return num_bad
 
 
@@ -42,10 +38,22 @@ def reconcile(folder: StoreFolder, table: FileTable, catalog: Catalog) -> None:
         for key in rows - files:
             table.remove(key)
         for key in files - rows:
-            try:
-                enter(folder, table, catalog, key)
-            except (OSError, ValueError) as error:
-                logger.warning("%s is not accounted for and is left alone: %s", folder.path(key), error)
+            _try_enter(folder, table, catalog, key)
+
+
+def _try_enter(folder: StoreFolder, table: FileTable, catalog: Catalog, key: str) -> bool:
+    """`enter`, or remove a file that is of no use, or leave alone one that is somebody else's."""
+    try:
+        enter(folder, table, catalog, key)
+    except ChunkFileError as error:
+        if error.reason in USELESS:
+            folder.remove(key)
+        logger.warning("%s is not entered into the catalog: %s", folder.path(key), error)
+        return False
+    except (OSError, ValueError) as error:
+        logger.warning("%s is not entered into the catalog: %s", folder.path(key), error)
+        return False
+    return True
 
 
 def enter(folder: StoreFolder, table: FileTable, catalog: Catalog, key: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvboost_rag.chunk_keys import content_hash
 from kvboost_rag.stores.base import Store
-from kvboost_rag.stores.chunk_file import ChunkFileError
+from kvboost_rag.stores.chunk_file import USELESS, ChunkFileError
 from kvboost_rag.stores.disk import DiskStore
 from kvboost_rag.stores.maintenance import forget
 from kvboost_rag.stores.tiered import TieredStore
@@ -101,7 +101,7 @@ def gc(store: Store, progress: Progress | None = None) -> Collected:
             entered += disk.enter(problem.key)
         elif problem.what == "vanished":
             rows_dropped += disk.delete(problem.key, "vanished")
-        elif problem.what in ("corrupt", "truncated", "swapped", "wrong size"):
+        elif problem.what in (*USELESS, "wrong size"):
             removed["corrupt"] = removed.get("corrupt", 0) + store.delete(problem.key, "corrupt")
         elif problem.what == "unknown chunk":
             removed["unknown"] = removed.get("unknown", 0) + store.delete(problem.key)

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import sqlite3
 import struct
 from pathlib import Path
 
@@ -68,7 +69,11 @@ def a_safetensors_file_of_someone_else(data: bytes) -> bytes:
 
 
 def a_later_version(data: bytes) -> bytes:
-    return data.replace(b'"format_version":"1"', b'"format_version":"9"')
+    return data.replace(b'"format_version":"2"', b'"format_version":"9"')
+
+
+def an_earlier_version(data: bytes) -> bytes:
+    return data.replace(b'"format_version":"2"', b'"format_version":"1"')
 
 
 REMOVED = [
@@ -98,6 +103,17 @@ def test_a_damaged_file_is_a_counted_miss_and_is_removed(tmp_path: Path, damage)
     assert same(store.get(other.key, check_of(other)), other)
     assert store.put(entry)
     assert same(store.get(entry.key, check_of(entry)), entry)
+
+
+def test_a_file_of_an_earlier_version_is_removed_but_not_called_corrupt(tmp_path: Path) -> None:
+    store, entry = open_disk(tmp_path), build_entry(1)
+    store.put(entry)
+    path = store.folder.path(entry.key)
+    path.write_bytes(an_earlier_version(path.read_bytes()))
+    assert store.get(entry.key, check_of(entry)) is None
+    assert store.stats.rejected == {"outdated": 1}
+    assert store.stats.evictions == {"outdated": 1}
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(("damage", "reason"), LEFT_ALONE.items())
@@ -221,7 +237,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert [i.key for i in again.entries()] == [entry.key]
 
 
-@pytest.mark.parametrize("fault", ["missing", "overwritten", "empty", "a folder of its parts"])
+@pytest.mark.parametrize("fault", ["missing", "overwritten", "empty", "half of it", "of an earlier version"])
 def test_a_lost_catalog_is_rebuilt_from_the_files(tmp_path: Path, fault: str) -> None:
     store = open_disk(tmp_path)
     neighbour, record = build_record(100), build_record(1, (build_record(100).content_hash,), anchor=(3,))
@@ -236,6 +252,10 @@ def test_a_lost_catalog_is_rebuilt_from_the_files(tmp_path: Path, fault: str) ->
         path.unlink()
     elif fault == "empty":
         path.write_bytes(b"")
+    elif fault == "of an earlier version":
+        connection = sqlite3.connect(path)
+        connection.execute("PRAGMA user_version = 1")
+        connection.close()
     elif fault == "overwritten":
         path.write_bytes(os.urandom(path.stat().st_size))
     else:
@@ -264,6 +284,9 @@ def test_a_rebuild_skips_what_is_no_chunk_file(tmp_path: Path) -> None:
     (tmp_path / "catalog.sqlite").unlink()
     again = open_disk(tmp_path)
     assert list(again.keys()) == [good.key]
+    assert again.bytes_held["disk"] == again.folder.size(good.key)
+    assert not again.folder.path(bad.key).exists()
+    assert (tmp_path / "chunks" / "zz" / "notes.txt").exists()
 
 
 def test_a_chunk_given_another_context_is_not_described_by_the_old_file(tmp_path: Path) -> None:
