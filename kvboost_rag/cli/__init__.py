@@ -40,6 +40,7 @@ def root(
 
 def main() -> None:
     """Entry point of the console script. An error is one line on stderr and exit code 1 (130 after Ctrl-C)."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when a command imports tqdm; its bars would tear ours apart
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ class ModelChoice:
 
 def load(choice: ModelChoice) -> LoadedModel:
     """Load the model, showing each step."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; its bars would tear ours apart
     import transformers
 
     from kvboost_rag.models.load import load_model
