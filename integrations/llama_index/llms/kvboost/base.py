@@ -1,0 +1,242 @@
+"""KVBoostLLM: a local Hugging Face model that takes the KV of known documents from a store."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+)
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, field_validator
+from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW, DEFAULT_NUM_OUTPUTS
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
+
+from kvboost_rag.chat_template import supports_tools
+from kvboost_rag.config import GenerationParams, ReuseConfig
+from kvboost_rag.generation_kwargs import merge_params
+from kvboost_rag.registry import EngineSpec
+from llama_index.llms.kvboost.calls import Call, CallDefaults, ChatTemplate
+from llama_index.llms.kvboost.loading import engine_spec
+from llama_index.llms.kvboost.responses import chat_response, completion
+from llama_index.llms.kvboost.tools import ToolCalling
+
+logger = logging.getLogger(__name__)
+
+
+class KVBoostLLM(ToolCalling, CustomLLM):
+    """A local Hugging Face model, with the KV of documents taken from a store instead of computed again.
+
+    Takes the arguments of `HuggingFaceLLM`, and in place of a loaded model also an engine. Nothing is loaded until
+    something is asked for; equal instances share one model. Prompts stay what they are: documents that were warmed
+    (`KVWarm`) or retrieved (`KVPrefetchPostprocessor`) are recognised inside them.
+
+    Examples:
+        ```python
+        from llama_index.llms.kvboost import KVBoostLLM
+
+        llm = KVBoostLLM(model_name="Qwen/Qwen2.5-1.5B-Instruct", store="kv-store", max_new_tokens=128)
+        response = llm.complete("The capital of France is")
+        print(response.text, response.raw["usage"], response.raw["kvboost"])
+        ```
+
+    Every call takes, beside the generation parameters of transformers (`max_new_tokens`, `temperature`, `stop`, …):
+    `documents` (texts or nodes that may stand in the prompt and are to be reused from now on; they add no text),
+    `kvboost` (fields of `ReuseConfig` for this call) and, in chats, `tools` and `chat_template_kwargs`.
+
+    Raises:
+        TypeError, ValueError: from the constructor, an unknown argument, or no model named.
+        kvboost_rag.models.load.ModelLoadError: at first use, the model cannot be loaded.
+        kvboost_rag.decode.ContextOverflowError: from a call, the prompt does not fit into the context.
+    """
+
+    model_name: str = Field(default="", description="Hub id, folder, .gguf file or `bundled:…`; else give `model`.")
+    tokenizer_name: str = Field(default="", description="Where the tokenizer comes from, if not from the model.")
+    context_window: int | None = Field(default=None, gt=0, description="At most this many tokens; default the model's.")
+    max_new_tokens: int = Field(default=DEFAULT_NUM_OUTPUTS, gt=0, description="Most tokens of an answer.")
+    device_map: Any = Field(default="auto", description="As `from_pretrained` takes it.")
+    stopping_ids: list[int] = Field(default_factory=list, description="Tokens that end an answer, beside the model's.")
+    tokenizer_outputs_to_remove: list[str] = Field(
+        default_factory=list, description="Accepted and not needed: the model gets token ids and a mask only."
+    )
+    tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict, description="For loading the tokenizer.")
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, description="For loading the model.")
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict, description="Generation parameters of every call.")
+    is_chat_model: bool | None = Field(default=None, description="Default: whether there is a chat template.")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables of the chat template.")
+    store: Any = Field(default=None, description="Folder for the KV of documents, or a `Store`; default: memory only.")
+    kvboost: dict[str, Any] = Field(default_factory=dict, description="Fields of `ReuseConfig` that differ.")
+    system_prompt: str = Field(default="", description="Stands before every prompt that is not formatted yet.")
+    query_wrapper_prompt: BasePromptTemplate = Field(
+        default=PromptTemplate("{query_str}"), description="Put around prompts that are not formatted yet."
+    )
+
+    _spec: EngineSpec = PrivateAttr()
+
+    def __init__(self, *, model: Any = None, tokenizer: Any = None, engine: Any = None, **fields: Any) -> None:
+        if unknown := sorted(fields.keys() - type(self).model_fields.keys()):
+            raise TypeError(f"KVBoostLLM has no argument {', '.join(unknown)}")
+        super().__init__(**{name: value for name, value in fields.items() if value is not None})
+        ReuseConfig().override(**self.kvboost)
+        self._spec = engine_spec(self, model, tokenizer, engine)
+        self.model_name = self.model_name or getattr(engine, "name", None) or self._spec.name
+        if fields.get("messages_to_prompt") is None:
+            self.messages_to_prompt = ChatTemplate(self._spec)
+
+    @field_validator("query_wrapper_prompt", mode="before")
+    @classmethod
+    def _as_template(cls, value: Any) -> Any:
+        return PromptTemplate(value) if isinstance(value, str) else value
+
+    @field_serializer("query_wrapper_prompt")
+    def _template_text(self, value: BasePromptTemplate) -> str:
+        return value.get_template()
+
+    @field_serializer("store")
+    def _store_path(self, value: Any) -> str | None:
+        return value if isinstance(value, str) else getattr(value, "__fspath__", lambda: None)()
+
+    @field_validator("kvboost", mode="before")
+    @classmethod
+    def _as_settings(cls, value: Any) -> Any:
+        if not isinstance(value, ReuseConfig):
+            return value
+        default = ReuseConfig()
+        return {name: v for name, v in vars(value).items() if v != getattr(default, name)}
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name used in serialisation."""
+        return "KVBoost_LLM"
+
+    @property
+    def engine(self) -> Any:
+        """The shared `kvboost_rag.KVBoost`; loaded when first asked for."""
+        return self._spec.get()
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What LlamaIndex plans with. Loads the model."""
+        engine, wanted = self.engine, self.context_window
+        limit = engine.context_tokens
+        if wanted is not None and limit is not None and wanted > limit:
+            logger.warning("context_window=%d is more than the model's %d, which counts", wanted, limit)
+            self.context_window = wanted = limit
+        has_template = bool(engine.tokenizer.chat_template)
+        is_chat_model = has_template if self.is_chat_model is None else self.is_chat_model
+        return LLMMetadata(
+            context_window=wanted or limit or DEFAULT_CONTEXT_WINDOW,
+            num_output=self.max_new_tokens,
+            is_chat_model=is_chat_model,
+            is_function_calling_model=is_chat_model and supports_tools(engine.tokenizer),
+            model_name=self.model_name,
+        )
+
+    def to_payload(self) -> dict[str, Any]:
+        """What events carry about this model. Never loads it, so that async callers are not held up."""
+        if self._spec.peek() is None:
+            return {"class_name": self.class_name(), "model_name": self.model_name, "num_output": self.max_new_tokens}
+        return super().to_payload()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, for `Settings.tokenizer` and token counters."""
+        return list(self.engine.tokens.ids(text))
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Continue a text; unless it is `formatted`, the wrapper and system prompts are put around it first."""
+        return self._completion_call(prompt, formatted, kwargs).answer(completion, self.model_name)
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """`complete`, piece by piece. Closing the generator stops the model."""
+        return self._completion_call(prompt, formatted, kwargs).stream(completion, self.model_name)
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """`complete` without blocking the event loop. Cancelling the task stops the model."""
+        return await self._completion_call(prompt, formatted, kwargs).aanswer(completion, self.model_name)
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        """`stream_complete` without blocking the event loop."""
+        return self._completion_call(prompt, formatted, kwargs).astream(completion, self.model_name)
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer a conversation, through the tokenizer's chat template (or `messages_to_prompt` if one was given)."""
+        return self._chat_call(messages, kwargs).answer(chat_response, self.model_name)
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """`chat`, piece by piece. Closing the generator stops the model."""
+        return self._chat_call(messages, kwargs).stream(chat_response, self.model_name)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """`chat` without blocking the event loop. Cancelling the task stops the model."""
+        return await self._chat_call(messages, kwargs).aanswer(chat_response, self.model_name)
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """`stream_chat` without blocking the event loop."""
+        return self._chat_call(messages, kwargs).astream(chat_response, self.model_name)
+
+    def _completion_call(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> Call:
+        return self._defaults().call(prompt if formatted else self._wrapped(prompt), kwargs)
+
+    def _chat_call(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Call:
+        to_prompt = self.messages_to_prompt
+        if isinstance(to_prompt, ChatTemplate):
+            return self._defaults().call(messages, kwargs)
+        return self._defaults().call(to_prompt(messages), kwargs)
+
+    def _wrapped(self, prompt: str) -> str:
+        """The one way in which a bare prompt becomes a formatted one, streaming or not."""
+        text = self.query_wrapper_prompt.format(query_str=prompt)
+        if self.completion_to_prompt is not default_completion_to_prompt:
+            return self.completion_to_prompt(text)
+        return f"{self.system_prompt} {text}" if self.system_prompt else text
+
+    def _defaults(self) -> CallDefaults:
+        base = GenerationParams(max_new_tokens=self.max_new_tokens, stop_token_ids=tuple(self.stopping_ids))
+        params = merge_params(base, self.generate_kwargs)
+        return CallDefaults(self._spec, params, self.kvboost, self.chat_template_kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> KVBoostLLM:
+        """A copy that shares the engine, the callbacks and the rate limiter."""
+        memo = {} if memo is None else memo
+        for shared in (self.callback_manager, self.rate_limiter, self.store):
+            memo[id(shared)] = shared
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Arguments and spec. What cannot be pickled is left out of the state, and stays where it is."""
+        fields = {}
+        for name, value in self.__dict__.items():
+            if isinstance(value, ChatTemplate):
+                continue
+            try:
+                pickle.dumps(value)
+            except Exception:  # objects raise what they like
+                logger.warning("%s of %s cannot be pickled; the copy has the default", name, self.class_name())
+            else:
+                fields[name] = value
+        return {"fields": fields, "spec": self._spec}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state["fields"], engine=state["spec"])  # type: ignore[misc]

@@ -1,0 +1,146 @@
+"""One call of the model: from LlamaIndex' arguments to a request of the engine, and its answer in four shapes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
+from llama_index.core.base.llms.types import ChatMessage
+
+from kvboost_rag.aio import iterate
+from kvboost_rag.config import GenerationParams, ReuseConfig
+from kvboost_rag.datamodels import GenerationResult, StreamEvent
+from kvboost_rag.generation_kwargs import merge_params
+from kvboost_rag.registry import EngineSpec
+from llama_index.llms.kvboost.messages import cited_texts, template_messages
+from llama_index.llms.kvboost.nodes import node_texts
+from llama_index.llms.kvboost.responses import Collector, Make, Response, whole
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """`messages_to_prompt` by the tokenizer's chat template; without one, roles and contents line by line."""
+
+    spec: EngineSpec
+
+    def __call__(self, messages: Sequence[ChatMessage]) -> str:
+        engine = self.spec.get()
+        if not engine.tokenizer.chat_template:
+            return generic_messages_to_prompt(messages)
+        return engine.tokens.render(template_messages(messages))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is asked of the engine.
+
+    Attributes:
+        prompt: text, or messages for the chat template.
+        options: keyword arguments of `KVBoost.stream`.
+        tool_names: tools that were offered.
+    """
+
+    spec: EngineSpec
+    prompt: str | Sequence[ChatMessage]
+    options: Mapping[str, Any]
+    tool_names: tuple[str, ...] = field(default=())
+
+    def events(self) -> Generator[StreamEvent, None, None]:
+        """The engine's events; blocks while the model is loaded and computes.
+
+        Raises:
+            ValueError: tools for a model whose chat template has no place for them.
+        """
+        engine = self.spec.get()
+        prompt: Any = self.prompt
+        if not isinstance(prompt, str):
+            if not engine.tokenizer.chat_template:
+                prompt = generic_messages_to_prompt(prompt)
+            else:
+                prompt = template_messages(prompt)
+        with closing(engine.stream(prompt, **self.options)) as events:  # type: ignore[type-var]
+            yield from events
+
+    def answer(self, make: Make[Response], model_name: str) -> Response:
+        """The whole answer."""
+        return whole(make, _last(list(self.events())), model_name, self.tool_names)
+
+    def stream(self, make: Make[Response], model_name: str) -> Generator[Response, None, None]:
+        """The answer piece by piece."""
+        collector = Collector(make, model_name, self.tool_names)
+        with closing(self.events()) as events:
+            for event in events:
+                if (response := collector.push(event)) is not None:
+                    yield response
+
+    async def aanswer(self, make: Make[Response], model_name: str) -> Response:
+        """The whole answer; the event loop stays free."""
+        async with aclosing(iterate(self.events)) as events:
+            collected = [event async for event in events]
+        return whole(make, _last(collected), model_name, self.tool_names)
+
+    async def astream(self, make: Make[Response], model_name: str) -> AsyncGenerator[Response, None]:
+        """The answer piece by piece; the event loop stays free."""
+        collector = Collector(make, model_name, self.tool_names)
+        async with aclosing(iterate(self.events)) as events:
+            async for event in events:
+                if (response := collector.push(event)) is not None:
+                    yield response
+
+
+def _last(events: Sequence[StreamEvent]) -> GenerationResult:
+    result = events[-1].result if events else None
+    if result is None:
+        raise RuntimeError("the request ended without a result")
+    return result
+
+
+@dataclass(frozen=True)
+class CallDefaults:
+    """What a model's constructor fixed for all of its calls."""
+
+    spec: EngineSpec
+    params: GenerationParams
+    kvboost: Mapping[str, Any]
+    template: Mapping[str, Any]
+
+    def call(self, prompt: str | Sequence[ChatMessage], given: Mapping[str, Any]) -> Call:
+        """A call with the keywords it was given.
+
+        Raises:
+            ConfigError: a value that cannot be used.
+        """
+        own = dict(given)
+        documents = node_texts(own.pop("documents", None) or ())
+        settings = dict(self.kvboost) | dict(own.pop("kvboost", None) or {})
+        ReuseConfig().override(**settings)
+        template = dict(self.template) | dict(own.pop("chat_template_kwargs", None) or {})
+        tools = chosen_tools(own.pop("tools", None) or (), own.pop("tool_choice", None))
+        options: dict[str, Any] = {"params": merge_params(self.params, own), **settings}
+        if not isinstance(prompt, str):
+            documents += [text for text in cited_texts(prompt) if text not in documents]
+            options["template"] = template | ({"tools": tools} if tools else {})
+        options["documents"] = documents
+        return Call(self.spec, prompt, options, tuple(tool["function"]["name"] for tool in tools))
+
+
+def chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> list[Mapping[str, Any]]:
+    """The tools to offer: none for the choice `none`, one for a name, else all (nothing can force a local model).
+
+    Raises:
+        ValueError: the named tool is not among them.
+    """
+    if isinstance(choice, Mapping):
+        choice = (choice.get("function") or choice).get("name")
+    if choice in (None, "auto", "any", "required", True):
+        return list(tools)
+    if choice in ("none", False):
+        return []
+    named = [tool for tool in tools if tool["function"]["name"] == choice]
+    if not named:
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        raise ValueError(f"tool_choice={choice!r} is not among the tools offered: {names}")
+    return named
