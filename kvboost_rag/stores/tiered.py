@@ -46,13 +46,15 @@ class TieredStore(Store):
         self._pending: dict[str, StoreEntry] = {}
         self._writing: str | None = None
         self._reading: dict[str, Future[None]] = {}
+        self._faults: dict[str, str] = {}
         self._deletions = 0
         for tier, slower in zip(fast, tiers[1:], strict=True):
             tier.on_evict = _demotion(slower)
 
     def lookup(self, key: str, check: EntryCheck) -> tuple[StoreEntry | None, str | None]:
         self._await_read(key)
-        deletions, reason = self._deletions, None
+        with self._lock:
+            deletions, reason = self._deletions, self._faults.pop(key, None)
         for depth, tier in enumerate(self.tiers):
             entry, why_not = tier.lookup(key, check)
             if entry is not None:
@@ -199,14 +201,22 @@ class TieredStore(Store):
         """Bring one entry into the fast tier, in a reader's thread. Whether it is the right one, `get` checks."""
         try:
             deletions = self._deletions
-            entry, _ = self._home._load(key)
+            entry, reason = self._home._load(key)
             if entry is not None:
                 self._copy_up(entry, [self._fast], deletions)
+            elif reason is not None:
+                self._note_fault(key, reason)
         except Exception:
             logger.exception("chunk %s could not be read ahead", key[:16])
         finally:
             with self._lock:
                 self._reading.pop(key, None)
+
+    def _note_fault(self, key: str, reason: str) -> None:
+        """Reading ahead may remove a damaged file: the lookup that follows must still say why it is a miss."""
+        with self._lock:
+            self._faults[key] = reason
+            self._home.stats.rejected[reason] += 1
 
     def _await_read(self, key: str) -> None:
         with self._lock:

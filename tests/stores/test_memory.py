@@ -253,3 +253,18 @@ def test_what_is_hot_in_memory_does_not_look_cold_on_disk(tmp_path: Path) -> Non
     store.close()
     again = DiskStore(tmp_path, disk.folder.size(hot.key) + 100, policy="lru")
     assert list(again.keys()) == [hot.key]
+
+
+def test_damage_found_while_reading_ahead_is_counted(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, 1_000_000)
+    entry = build_entry(1)
+    disk.put(entry)
+    disk.folder.path(entry.key).write_bytes(b"")
+    store = TieredStore(MemoryStore(100_000), disk)
+    store.prefetch([entry.key])
+    assert store.get(entry.key, check_of(entry)) is None
+    assert store.stats.rejected == disk.stats.rejected == {"truncated": 1}
+    assert (store.stats.misses, disk.stats.misses) == (1, 1)
+    assert disk.stats.evictions == {"corrupt": 1}
+    assert store.get(entry.key, check_of(entry)) is None
+    assert store.stats.rejected == {"truncated": 1}
