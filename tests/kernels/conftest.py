@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from kvboost_kernels.place_chunk import Quantised, Rotation
 from kvboost_kernels.row_attention.request import Request
 
@@ -40,7 +41,11 @@ def stored() -> Stored:
         if kind == "plain":
             return torch.randn(shape).to(dtype)
         if kind == "strided":
-            return torch.randn(layers, tokens + 5, heads, dim + 3).to(dtype)[:, 2 : tokens + 2, :, 1 : dim + 1].transpose(1, 2)
+            return (
+                torch.randn(layers, tokens + 5, heads, dim + 3)
+                .to(dtype)[:, 2 : tokens + 2, :, 1 : dim + 1]
+                .transpose(1, 2)
+            )
         bits = 4 if kind.startswith("int4") else 8
         token_group, channel_group = max(tokens, 1), 1
         if kind.endswith("rows"):
@@ -75,7 +80,13 @@ def request_of() -> Callable[..., Request]:
     """
 
     def make(
-        kv_heads: int, group: int, dims: tuple[int, int], kv_len: int, rows: list[int], dtype: torch.dtype, **options: Any
+        kv_heads: int,
+        group: int,
+        dims: tuple[int, int],
+        kv_len: int,
+        rows: list[int],
+        dtype: torch.dtype,
+        **options: Any,
     ) -> Request:
         query = torch.randn(1, len(rows), kv_heads * group, dims[0]).to(dtype).transpose(1, 2)
         key = torch.randn(1, kv_heads, kv_len + 3, dims[0]).to(dtype)[:, :, :kv_len]

@@ -18,7 +18,17 @@ FOLDER = Path(__file__).parent / "interpreter"
 @pytest.mark.parametrize("file", sorted(p.name for p in FOLDER.glob("test_*.py")))
 def test_file(file: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", str(FOLDER / file), "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            str(FOLDER / file),
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::RuntimeWarning",
+        ],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

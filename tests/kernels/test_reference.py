@@ -9,9 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import kvboost_kernels
 import pytest
 import torch
+
+import kvboost_kernels
 from kvboost_kernels.deviation import attention_kl, deviation
 from kvboost_kernels.place_chunk import Chunk, Quantised, Rotation, dequantise, place_chunk
 from kvboost_kernels.row_attention import row_attention
@@ -69,7 +70,9 @@ def test_place_chunk_one_element_at_a_time(stored, rotation, kind, pairing, rota
 def test_row_attention_one_weight_at_a_time(request_of, window, softcap, with_sinks) -> None:
     rows, heads, group, kv_len = [10, 0, 6], 6, 3, 11
     sinks = torch.randn(heads) if with_sinks else None
-    request = request_of(2, group, (8, 5), kv_len, rows, torch.float32, sliding_window=window, softcap=softcap, sinks=sinks)
+    request = request_of(
+        2, group, (8, 5), kv_len, rows, torch.float32, sliding_window=window, softcap=softcap, sinks=sinks
+    )
     output, mass, entropy = row_attention_reference(replace(request, mass_rows=torch.tensor([0, 2]), entropy=True))
     expected_mass = torch.zeros(kv_len)
     for head in range(heads):
@@ -77,7 +80,9 @@ def test_row_attention_one_weight_at_a_time(request_of, window, softcap, with_si
             seen = [j for j in range(position + 1) if window is None or j > position - window]
             logits = {}
             for j in seen:
-                logit = float(request.query[0, head, row].double() @ request.key[0, head // group, j].double()) * 8**-0.5
+                logit = (
+                    float(request.query[0, head, row].double() @ request.key[0, head // group, j].double()) * 8**-0.5
+                )
                 logits[j] = logit if softcap is None else softcap * math.tanh(logit / softcap)
             total = sum(math.exp(x) for x in logits.values())
             denominator = total + (math.exp(float(sinks[head])) if sinks is not None else 0.0)
@@ -103,7 +108,9 @@ def test_row_attention_equals_transformers_eager(request_of) -> None:
     expected, _ = eager_attention_forward(
         module, request.query, request.key, request.value, mask, scaling=request.scaling, softcap=20.0
     )
-    found = row_attention(request.query, request.key, request.value, request.rows, scaling=request.scaling, softcap=20.0)
+    found = row_attention(
+        request.query, request.key, request.value, request.rows, scaling=request.scaling, softcap=20.0
+    )
     torch.testing.assert_close(found.output.transpose(1, 2), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from kvboost_kernels.deviation import attention_kl, deviation
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -58,7 +59,9 @@ def test_deviation_of_nothing(layers, heads, tokens) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 21}, {"softcap": 3.0}], ids=lambda o: "+".join(o) or "plain")
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 21}, {"softcap": 3.0}], ids=lambda o: "+".join(o) or "plain"
+)
 def test_attention_kl(request_of, dtype, group, options) -> None:
     request = request_of(2, group, (48, 48), 90, [0, 5, 63, 64, 80], dtype)
     stored = (request.key.float() + 0.3 * torch.randn(request.key.shape)).to(dtype)
@@ -79,9 +82,7 @@ def test_attention_kl_edges(request_of) -> None:
     )
     assert (windowed[:, 0] > 0).all()
     assert (windowed[:, 1:] == 0).all()
-    none = attention_kl(
-        request.query[:, :, :0], request.key, noisy, request.rows[:0], scaling=0.2, backend="triton"
-    )
+    none = attention_kl(request.query[:, :, :0], request.key, noisy, request.rows[:0], scaling=0.2, backend="triton")
     assert none.shape == (2, 0)
 
 

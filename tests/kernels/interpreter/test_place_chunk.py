@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from kvboost_kernels.place_chunk import Chunk, place_chunk
 from kvboost_kernels.place_chunk.plan import plan
 
@@ -76,7 +77,9 @@ def test_copying_is_exact(stored) -> None:
 
 def test_rounded_once(stored, rotation) -> None:
     """float16 keys are rotated in float32 and rounded to float16 at the end, bit for bit like float32 keys."""
-    chunk = Chunk(stored((2, 3, 65, DIM), torch.float16, "plain"), stored((2, 3, 65, VALUE_DIM), torch.float16, "plain"), 9)
+    chunk = Chunk(
+        stored((2, 3, 65, DIM), torch.float16, "plain"), stored((2, 3, 65, VALUE_DIM), torch.float16, "plain"), 9
+    )
     turn = rotation(CAPACITY, DIM)
     narrow, wide = buffers(torch.float16), buffers(torch.float32)
     place_chunk([chunk], *narrow, rotation=turn, backend="triton")
@@ -103,7 +106,9 @@ def test_nothing_to_place(stored, heads) -> None:
     empty = Chunk(torch.empty(2, heads, 0, DIM), torch.empty(2, heads, 0, VALUE_DIM), CAPACITY)
     place_chunk([empty], keys, values, backend="triton")
     if heads == 0:
-        place_chunk([Chunk(torch.empty(2, 0, 5, DIM), torch.empty(2, 0, 5, VALUE_DIM), 0)], keys, values, backend="triton")
+        place_chunk(
+            [Chunk(torch.empty(2, 0, 5, DIM), torch.empty(2, 0, 5, VALUE_DIM), 0)], keys, values, backend="triton"
+        )
     assert keys.isnan().all()
 
 

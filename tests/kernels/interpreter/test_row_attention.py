@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from kvboost_kernels.row_attention import row_attention
 from kvboost_kernels.row_attention.plan import row_attention_triton
 from kvboost_kernels.row_attention.reference import row_attention_reference
@@ -22,7 +23,9 @@ def assert_alike(request: Request, num_splits: int | None = None) -> None:
     expected = row_attention_reference(request)
     found = row_attention_triton(request, num_splits)
     tolerance = TOLERANCE[request.query.dtype]
-    for name, want, got, atol in zip(("output", "mass", "entropy"), expected, found, (tolerance, 1e-6, 1e-4), strict=True):
+    for name, want, got, atol in zip(
+        ("output", "mass", "entropy"), expected, found, (tolerance, 1e-6, 1e-4), strict=True
+    ):
         assert (want is None) == (got is None), name
         if want is not None:
             assert want.dtype == got.dtype
@@ -65,7 +68,9 @@ def test_options(request_of, options, num_splits) -> None:
 def test_all_rows_is_causal_attention(request_of) -> None:
     request = request_of(1, 1, (64, 64), 129, list(range(129)), torch.float32)
     found = row_attention_triton(request)[0]
-    expected = torch.nn.functional.scaled_dot_product_attention(request.query, request.key, request.value, is_causal=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        request.query, request.key, request.value, is_causal=True
+    )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
