@@ -1,9 +1,9 @@
 """Is it still the same model? Settings of reuse measured against full prefill, and the cheapest good one chosen."""
 
 from kvboost_rag.calibrate.grid import QUICK_GRID, default_grid
-from kvboost_rag.calibrate.measure import Answered, Comparison, compare, reference_answer
+from kvboost_rag.calibrate.measure import Answered, Comparison, EvalPrompt, compare, reference_answer
 from kvboost_rag.calibrate.questions import EvalQuestion, builtin_questions, read_questions
-from kvboost_rag.calibrate.run import CalibrationPlan, CalibrationProgress, calibrate
+from kvboost_rag.calibrate.run import CalibrationPlan, CalibrationProgress, calibrate, nearest_texts
 
 __all__ = [
     "QUICK_GRID",
@@ -11,11 +11,13 @@ __all__ = [
     "CalibrationPlan",
     "CalibrationProgress",
     "Comparison",
+    "EvalPrompt",
     "EvalQuestion",
     "builtin_questions",
     "calibrate",
     "compare",
     "default_grid",
+    "nearest_texts",
     "read_questions",
     "reference_answer",
 ]

@@ -21,6 +21,7 @@ from kvboost_rag.embeddings import Embed, load_embedder
 from kvboost_rag.engine import KVBoost
 from kvboost_rag.model_profile import Measured, ModelProfile, Setting
 from kvboost_rag.models.load import LoadedModel
+from kvboost_rag.repair import STRATEGIES
 from kvboost_rag.stores import MemoryStore
 
 MAX_KL = 0.05
@@ -202,7 +203,9 @@ def _measure(
             references.append(reference_answer(bench.engine(settings[0]), question, bench.plan.answer_tokens))
         for setting in settings:
             engine = bench.warmed(setting, question)
-            results[setting].append((references[number], compare(engine, question, references[number], setting)))
+            strategy = STRATEGIES[setting.repair](**setting.options)
+            ours = compare(engine, question, references[number], strategy, setting.recompute_ratio)
+            results[setting].append((references[number], ours))
         if progress is not None:
             progress(CalibrationProgress(phase, number + 1, len(questions)))
     return results

@@ -1,0 +1,92 @@
+"""The strategies and ablations that the quality suite compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from kvboost_rag.models.row_forward import RowPlan
+from kvboost_rag.repair import CacheBlendRepair, NoRepair, QueryRepair, RepairContext, RepairStrategy, SelectiveRepair
+from kvboost_rag.repair.base import choose
+
+
+@dataclass(frozen=True)
+class RandomRepair(RepairStrategy):
+    """Rows by chance: what any choice has to beat."""
+
+    name: ClassVar[str] = "random"
+    seed: int = 0
+
+    def plan(self, context: RepairContext) -> RowPlan:
+        generator = torch.Generator().manual_seed(self.seed)
+        scores = torch.rand(context.num_document_tokens, generator=generator)
+        return RowPlan(context.with_fresh(context.document_rows[choose(scores, context)]))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to reuse.
+
+    Attributes:
+        anchor: `auto` (template head), the empty string (none), `bos`, or `head` (the prompt's own beginning).
+        chunk_tokens: documents are reused in pieces of this size; None: whole.
+        edited: documents were changed by a word after they had been warmed.
+    """
+
+    strategy: RepairStrategy
+    ratio: float
+    neighbours: int = 0
+    quantization: str = "none"
+    anchor: str = "auto"
+    chunk_tokens: int | None = None
+    edited: bool = False
+
+    @property
+    def name(self) -> str:
+        weight = getattr(self.strategy, "weight", None)
+        rows = self.strategy.name + (f"*{weight}" if weight else "")
+        parts = [rows if self.strategy.name == "none" else f"{rows} {100 * self.ratio:g} %"]
+        parts.append(f"{self.neighbours} neighbours")
+        parts += [self.quantization] if self.quantization != "none" else []
+        parts += [f"anchor {self.anchor or 'none'}"] if self.anchor != "auto" else []
+        parts += [f"chunks of {self.chunk_tokens}"] if self.chunk_tokens is not None else []
+        parts += ["edited"] if self.edited else []
+        return ", ".join(parts)
+
+
+BASELINE = Arm(CacheBlendRepair(), 0.15)
+"""What others do: chunks encoded alone, CacheBlend at 15 %."""
+MAIN = (
+    Arm(NoRepair(), 0.0),
+    BASELINE,
+    Arm(QueryRepair(), 0.15),
+    Arm(NoRepair(), 0.0, 4),
+    Arm(CacheBlendRepair(), 0.15, 4),
+    Arm(QueryRepair(), 0.05, 4),
+    Arm(QueryRepair(), 0.15, 4),
+    Arm(QueryRepair(weight="deviation"), 0.05, 4),
+    Arm(QueryRepair(weight="deviation"), 0.15, 4),
+)
+QUICK = (MAIN[0], BASELINE, MAIN[3], MAIN[5])
+_BASE = Arm(QueryRepair(), 0.10, 4)
+ABLATIONS: dict[str, tuple[Arm, ...]] = {
+    "anchor": tuple(Arm(NoRepair(), 0.0, anchor=anchor) for anchor in ("", "bos", "auto", "head")),
+    "rows": tuple(
+        replace(_BASE, strategy=strategy)
+        for strategy in (
+            RandomRepair(),
+            QueryRepair(),
+            CacheBlendRepair(),
+            QueryRepair(weight="deviation"),
+            QueryRepair(weight="sensitivity"),
+            SelectiveRepair(),
+        )
+    ),
+    "neighbours": tuple(replace(_BASE, neighbours=count) for count in (0, 1, 2, 4, 8)),
+    "ratio": tuple(replace(_BASE, ratio=ratio) for ratio in (0.0, 0.02, 0.05, 0.10, 0.15, 0.30)),
+    "quantisation": tuple(replace(_BASE, quantization=codec) for codec in ("none", "k8v8", "k8v4")),
+    "chunks": tuple(replace(_BASE, neighbours=0, chunk_tokens=size) for size in (64, 128, 256, 512)),
+    "edited": (replace(_BASE, neighbours=0), replace(_BASE, neighbours=0, edited=True)),
+}

@@ -1,0 +1,108 @@
+"""Runs cases through arms. One model, one engine for every way of encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from kvbench.arms import Arm
+from kvbench.cases import Case, edited, rechunked
+from kvboost_rag import KVBoost
+from kvboost_rag.calibrate import Answered, Comparison, compare, nearest_texts, reference_answer
+from kvboost_rag.config import EncodingConfig
+from kvboost_rag.embeddings import load_embedder
+from kvboost_rag.models.load import load_model
+from kvboost_rag.stores import MemoryStore
+
+STORE_BYTES = 1 << 30
+
+
+class Runner(ExitStack):
+    """Use as a context manager; engines are closed at its end."""
+
+    def __init__(self, model: str, dtype: str, answer_tokens: int) -> None:
+        super().__init__()
+        self._loaded = load_model(model, dtype=dtype)
+        self._answer_tokens = answer_tokens
+        self._engines: dict[tuple[int, str, str], KVBoost] = {}
+        self._near: dict[str, list[str]] = {}
+        self.count_tokens = self._engine(0, "none", "auto").tokens.count
+
+    def find_neighbours(self, cases: Sequence[Case], count: int = 8) -> None:
+        """The nearest documents of the whole data set for each document."""
+        for dataset in {case.dataset for case in cases}:
+            texts = dict.fromkeys(d for case in cases if case.dataset == dataset for d in case.documents)
+            self._near |= nearest_texts(list(texts), count, load_embedder())
+
+    def rows(self, case: Case, arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
+        """One result per arm, ready for JSON."""
+        references: dict[tuple[int | None, bool], tuple[Case, Answered]] = {}
+        for arm in arms:
+            key = arm.chunk_tokens, arm.edited
+            if key not in references:
+                shaped = self._shaped(case, arm)
+                references[key] = shaped, reference_answer(self._engine(0, "none", "auto"), shaped, self._answer_tokens)
+            shaped, reference = references[key]
+            engine = self._warmed(shaped, case, arm)
+            ours = compare(engine, shaped, reference, arm.strategy, arm.ratio)
+            yield self._row(shaped, arm, reference, ours, engine)
+
+    def _shaped(self, case: Case, arm: Arm) -> Case:
+        if arm.chunk_tokens is not None:
+            return rechunked(case, self.count_tokens, arm.chunk_tokens)
+        return edited(case)[0] if arm.edited else case
+
+    def _warmed(self, shaped: Case, original: Case, arm: Arm) -> KVBoost:
+        anchor = {"bos": self._loaded.tokenizer.bos_token or "", "head": self._head(shaped)}.get(arm.anchor, arm.anchor)
+        engine = self._engine(arm.neighbours, arm.quantization, anchor)
+        if arm.edited:
+            engine.warm(original.documents)  # what stands in the prompt is not what was indexed
+            return engine
+        behind = [self._near[d][-arm.neighbours :] for d in shaped.documents] if arm.neighbours else None
+        engine.warm(shaped.documents, neighbours=behind)
+        return engine
+
+    def _head(self, case: Case) -> str:
+        """The prompt's text in front of the first document."""
+        text = self._engine(0, "none", "auto").tokens.render(case.messages())
+        return text[: min((text.find(d) for d in case.documents if d in text), default=0)].rstrip()
+
+    def _engine(self, neighbours: int, quantization: str, anchor: str) -> KVBoost:
+        key = neighbours, quantization, anchor
+        if key not in self._engines:
+            encoding = EncodingConfig(anchor=anchor, quantization=quantization)
+            engine = KVBoost(self._loaded, store=MemoryStore(STORE_BYTES), encoding=encoding, profile=None)
+            self._engines[key] = self.enter_context(engine)
+        return self._engines[key]
+
+    def _row(self, case: Case, arm: Arm, reference: Answered, ours: Comparison, engine: KVBoost) -> dict[str, Any]:
+        full_correct, our_correct = reference.correct, ours.correct
+        if case.choices:
+            full_correct = self._choice(case, reference.logits[0], engine) in case.answers
+            our_correct = self._choice(case, ours.first_logits, engine) in case.answers
+        return {
+            "dataset": case.dataset,
+            "case": case.name,
+            "arm": arm.name,
+            **dict(case.traits),
+            "kl_first": ours.kl_first,
+            "kl_mean": ours.kl_mean,
+            "agreement": ours.agreement,
+            "identical": ours.identical,
+            "f1": ours.f1,
+            "full_f1": reference.f1,
+            "correct": our_correct,
+            "full_correct": full_correct,
+            "ttft_ms": ours.ttft_ms,
+            "full_ttft_ms": reference.ttft_ms,
+            "input_tokens": ours.input_tokens,
+            "cached_tokens": ours.cached_tokens,
+            "recomputed_tokens": ours.recomputed_tokens,
+        }
+
+    @staticmethod
+    def _choice(case: Case, logits: Any, engine: KVBoost) -> str:
+        """The likeliest of the letters as the answer's first token."""
+        ids = [engine.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in case.choices]
+        return case.choices[int(logits[ids].argmax())]

@@ -1,0 +1,104 @@
+"""Is it still the same model? Strategies of reuse against full prefill on the same token ids.
+
+usage: python benchmarks/quality.py --out FILE.jsonl [--files hotpotqa_60.json musique_60.json]
+           [--datasets hotpotqa musique needle bugs turns] [--arms main|quick|anchor|rows|neighbours|ratio|…]
+           [--cases 60] [--model bundled:smollm2] [--dtype float32] [--minutes 8] [--quick]
+
+Each line of the output is one prompt answered by one arm: KL(full ‖ ours) in nats at the first token and over full
+prefill's greedy answer, agreement, whether the greedy answers are identical, F1 and correctness of both answers, TTFT
+of both, tokens reused and recomputed. Lines that are there already are not measured again, so that a run can be
+stopped (or stops by itself after `--minutes`) and continued. `python benchmarks/report.py` renders the lines.
+Question files are those of HotpotQA or MuSiQue reshaped: records with `question`, `docs`, `answers`, `support`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvbench.arms import ABLATIONS, MAIN, QUICK, Arm
+from kvbench.cases import Case, bugs, conversations, from_file, needles
+from kvbench.machine import this_machine
+from kvbench.runner import Runner
+
+DATASETS = ("hotpotqa", "musique", "needle", "bugs", "turns")
+
+
+def make_cases(args: argparse.Namespace, runner: Runner) -> list[Case]:
+    """The chosen data sets, as many cases of each as asked for, interleaved so that a short run sees all."""
+    files = {path.stem.partition("_")[0]: path for path in args.files}
+    groups: list[list[Case]] = []
+    for name in args.datasets:
+        if name == "needle":
+            groups.append(needles(runner.count_tokens, args.cases))
+        elif name == "bugs":
+            groups.append(bugs(runner.count_tokens, args.cases))
+        elif name == "turns":
+            groups.append(conversations(args.files[0], args.cases) if args.files else [])
+        elif name in files:
+            groups.append(from_file(files[name], args.cases))
+        else:
+            raise SystemExit(f"--datasets {name} needs its file: --files PATH/{name}_60.json")
+    longest = max((len(g) for g in groups), default=0)
+    return [group[i] for i in range(longest) for group in groups if i < len(group)]
+
+
+def arms_of(names: Sequence[str]) -> tuple[Arm, ...]:
+    known = {"main": MAIN, "quick": QUICK, **ABLATIONS}
+    if unknown := [n for n in names if n not in known]:
+        raise SystemExit(f"unknown arms {', '.join(unknown)}; known: {', '.join(known)}")
+    return tuple(dict.fromkeys(arm for name in names for arm in known[name]))
+
+
+def done_already(out: Path) -> set[tuple[str, str, str, str]]:
+    if not out.exists():
+        return set()
+    rows = (json.loads(line) for line in out.read_text().splitlines())
+    return {(r["model"], r["dtype"], r["case"], r["arm"]) for r in rows}
+
+
+def measure(args: argparse.Namespace, runner: Runner, cases: Sequence[Case], arms: Sequence[Arm]) -> Iterator[dict]:
+    """Prompts outside, arms inside: wherever a run stops, every arm has (nearly) the same prompts."""
+    done, deadline = done_already(args.out), time.monotonic() + 60 * args.minutes
+    for number, case in enumerate(cases):
+        todo = [arm for arm in arms if (args.model, args.dtype, case.name, arm.name) not in done]
+        if time.monotonic() > deadline:
+            print(f"\n{args.minutes:g} minutes are over after {number} of {len(cases)} prompts; run again to go on")
+            return
+        for row in runner.rows(case, todo):
+            yield {"model": args.model, "dtype": args.dtype, **row}
+        print(f"\r{number + 1}/{len(cases)} prompts", end="", flush=True)
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--files", type=Path, nargs="+", default=[])
+    parser.add_argument("--datasets", nargs="+", choices=DATASETS)
+    parser.add_argument("--arms", nargs="+", default=["main"])
+    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--model", default="bundled:smollm2")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--quick", action="store_true", help="four cases a data set, four arms")
+    args = parser.parse_args()
+    if args.quick:
+        args.cases, args.arms = min(args.cases, 4), ["quick"]
+    names = {path.stem.partition("_")[0] for path in args.files}
+    args.datasets = args.datasets or [d for d in DATASETS if d in names or d in ("needle", "bugs")]
+    print(this_machine().line())
+    with Runner(args.model, args.dtype, args.answer_tokens) as runner:
+        cases = make_cases(args, runner)
+        runner.find_neighbours(cases)
+        with args.out.open("a") as file:
+            for row in measure(args, runner, cases, arms_of(args.arms)):
+                print(json.dumps(row), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()
