@@ -6,7 +6,7 @@ import pickle
 import threading
 import uuid
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def _identity(value: Any) -> str:
         return repr(sorted((str(k), _identity(v)) for k, v in value.items()))
     if type(value).__module__ == "torch":  # dtypes and devices are values
         return str(value)
+    if is_dataclass(value) and not isinstance(value, type):  # settings
+        return f"{type(value).__qualname__}:{[_identity(getattr(value, f.name)) for f in fields(value)]}"
     return f"{type(value).__qualname__}@{id(value)}"
 
 

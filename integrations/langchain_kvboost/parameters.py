@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, mo
 from typing_extensions import Self
 
 from kvboost_rag import __version__
-from kvboost_rag.config import GenerationParams, ReuseConfig
+from kvboost_rag.config import EncodingConfig, GenerationParams, ReuseConfig
 from kvboost_rag.generation_kwargs import CLIENT_OPTIONS, merge_params
 from kvboost_rag.loading_kwargs import loading_options
 from kvboost_rag.registry import EngineSpec, adopt
@@ -62,8 +62,8 @@ class KVBoostParameters(BaseModel):
     """Tenant: documents of one are never used for another."""
     strict: bool = False
     """Raise on a fault in reuse instead of answering by plain prefill."""
-    anchor: str = "auto"
-    """Text in front of each chunk while it is encoded; see `KVBoost`."""
+    encoding: EncodingConfig | None = Field(default=None, repr=False)
+    """How chunks are encoded and kept (anchor, quantisation, …); see `EncodingConfig`."""
 
     max_new_tokens: int = Field(
         default=256, validation_alias=AliasChoices("max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -123,7 +123,7 @@ class KVBoostParameters(BaseModel):
             return adopt(self.model)
         options = {"dtype": self.dtype, "tokenizer": self.tokenizer} | (self.model_kwargs or {})
         load = loading_options(self.device, self.device_map or options.pop("device_map", None), **options)
-        engine = {} if self.anchor == "auto" else {"anchor": self.anchor}
+        engine = {} if self.encoding is None else {"encoding": self.encoding}
         return EngineSpec(self.model, self.store, load, engine)
 
     @classmethod
@@ -184,7 +184,7 @@ class KVBoostParameters(BaseModel):
             **({"fingerprint": self.engine.library.fingerprint} if held else {}),
             "device_map": self.device_map,
             "dtype": _plain(self.dtype),
-            "anchor": self.anchor,
+            "encoding": _plain(self.encoding),
             "model_kwargs": _plain(self.model_kwargs),
             "pipeline_kwargs": _plain(self.pipeline_kwargs),
             "neighbours": self.neighbours,

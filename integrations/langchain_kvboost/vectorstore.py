@@ -1,0 +1,255 @@
+"""KVBoostVectorStore: any vector store, with the KV of its documents warmed on add and evicted on delete."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.prompts import BasePromptTemplate
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+
+from kvboost_rag.neighbours import NeighbourRules
+from langchain_kvboost.warming import engine_of, namespace_of, neighbours_of, segment_text, warm_all
+
+logger = logging.getLogger(__name__)
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    """A method that is the wrapped store's."""
+
+    def method(self: KVBoostVectorStore, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.vectorstore, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"`{name}` of the wrapped store."
+    return method
+
+
+class KVBoostVectorStore(VectorStore):
+    """Wraps a vector store. Searching is the wrapped store's; adding also warms, deleting also evicts.
+
+    Each document is encoded behind the documents most similar to it in the store, so the first documents of an empty
+    store are best added in one call. The same text under several ids is one chunk, evicted with the last of them.
+    Nothing is written into documents or their metadata. Works under `langchain_core.indexing.index`.
+
+    Args:
+        vectorstore: the store to wrap; it may hold documents already (they are encoded when first asked about).
+        llm: the `ChatKVBoost` or `KVBoostLLM` that will answer (or its engine).
+        neighbours: how many similar documents each is encoded behind; default: the model's. 0 needs no search.
+        document_prompt: as for `KVBoostWarmer`.
+        namespace: tenant; default: the model's. One wrapped store should hold documents of one tenant only: they
+            become each other's neighbours.
+        name: tells stores apart that share one KV store; default: the collection's name or the class.
+    """
+
+    def __init__(
+        self,
+        vectorstore: VectorStore,
+        llm: Any,
+        *,
+        neighbours: int | None = None,
+        document_prompt: BasePromptTemplate[str] | None = None,
+        namespace: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.vectorstore = vectorstore
+        self.llm = llm
+        self.rules = NeighbourRules(neighbours_of(llm, neighbours))
+        self.document_prompt = document_prompt
+        self.namespace = namespace_of(llm, namespace)
+        self.name = name or _collection_name(vectorstore)
+
+    similarity_search = _delegated("similarity_search")
+    asimilarity_search = _delegated("asimilarity_search")
+    similarity_search_with_score = _delegated("similarity_search_with_score")
+    asimilarity_search_with_score = _delegated("asimilarity_search_with_score")
+    similarity_search_by_vector = _delegated("similarity_search_by_vector")
+    asimilarity_search_by_vector = _delegated("asimilarity_search_by_vector")
+    max_marginal_relevance_search = _delegated("max_marginal_relevance_search")
+    amax_marginal_relevance_search = _delegated("amax_marginal_relevance_search")
+    max_marginal_relevance_search_by_vector = _delegated("max_marginal_relevance_search_by_vector")
+    amax_marginal_relevance_search_by_vector = _delegated("amax_marginal_relevance_search_by_vector")
+    _similarity_search_with_relevance_scores = _delegated("_similarity_search_with_relevance_scores")
+    _asimilarity_search_with_relevance_scores = _delegated("_asimilarity_search_with_relevance_scores")
+    _select_relevance_score_fn = _delegated("_select_relevance_score_fn")
+    get_by_ids = _delegated("get_by_ids")
+    aget_by_ids = _delegated("aget_by_ids")
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        """The wrapped store's."""
+        return self.vectorstore.embeddings
+
+    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Add to the wrapped store, then warm. Keywords (`ids`, `batch_size`, …) are the wrapped store's."""
+        ids = self.vectorstore.add_documents(documents, **kwargs)
+        self._warm(documents, ids)
+        return ids
+
+    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """As `add_documents`; warming runs in a thread."""
+        ids = await self.vectorstore.aadd_documents(documents, **kwargs)
+        await asyncio.to_thread(self._warm, documents, ids)
+        return ids
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """As `add_documents`, from texts."""
+        return self.add_documents(_documents(texts, metadatas, ids), **_with_ids(ids, kwargs))
+
+    async def aadd_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """As `aadd_documents`, from texts."""
+        return await self.aadd_documents(_documents(texts, metadatas, ids), **_with_ids(ids, kwargs))
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """Delete from the wrapped store, then evict chunks that no id has any more. Without ids nothing is evicted."""
+        deleted = self.vectorstore.delete(ids, **kwargs)
+        self._evict(ids or [])
+        return deleted
+
+    async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """As `delete`; evicting runs in a thread."""
+        deleted = await self.vectorstore.adelete(ids, **kwargs)
+        await asyncio.to_thread(self._evict, ids or [])
+        return deleted
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> KVBoostVectorStore:
+        """A store over `vectorstore_cls` (a class, default in memory) with these texts; `llm` is required.
+
+        Args:
+            kwargs: `llm`, `vectorstore_cls`, arguments of this class, and `vectorstore_kwargs` for the wrapped class.
+        """
+        inner = kwargs.pop("vectorstore_cls", InMemoryVectorStore)
+        wrapped = inner.from_texts([], embedding, **kwargs.pop("vectorstore_kwargs", {}))
+        store = cls(wrapped, **kwargs)
+        store.add_texts(texts, metadatas, ids=ids)
+        return store
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the wrapped store can do."""
+        if name == "vectorstore":  # asked for before __init__ ran, by copy and pickle
+            raise AttributeError(name)
+        return getattr(self.vectorstore, name)
+
+    def _warm(self, documents: Sequence[Document], ids: Sequence[str]) -> None:
+        if not documents:
+            return
+        engine = engine_of(self.llm)
+        texts = [segment_text(document, self.document_prompt) for document in documents]
+        hashes = warm_all(engine, texts, self._neighbour_texts(documents), self.namespace)
+        catalog, fingerprint = engine.store.catalog, engine.library.fingerprint
+        stale: list[str] = []
+        for document_id, content_hash in zip(ids, hashes, strict=False):
+            chunks = [content_hash] if content_hash is not None else []
+            stale.extend(catalog.link(fingerprint, self._tenant, self._source(document_id), chunks))
+        self._forget(stale)
+
+    def _evict(self, ids: Iterable[str]) -> None:
+        catalog = engine_of(self.llm).store.catalog
+        stale = [chunk for document_id in ids for chunk in catalog.unlink(self._tenant, self._source(document_id))]
+        self._forget(stale)
+
+    def _forget(self, chunks: Sequence[str]) -> None:
+        """Evict chunks that lost their last id, unless another one has taken them up meanwhile."""
+        engine = engine_of(self.llm)
+        gone = [chunk for chunk in dict.fromkeys(chunks) if not engine.store.catalog.sources_of(chunk)]
+        records = engine.store.catalog.get_many(gone).values()
+        if records:
+            engine.evict([record.text for record in records], namespace=self._tenant)
+
+    @property
+    def _tenant(self) -> str:
+        return engine_of(self.llm).config.namespace if self.namespace is None else self.namespace
+
+    def _source(self, document_id: str) -> str:
+        return f"langchain:{self.name}:{document_id}"
+
+    def _neighbour_texts(self, documents: Sequence[Document]) -> list[list[str]] | None:
+        """For each document the texts of the most similar others in the store, nearest last."""
+        if self.rules.count == 0 or not documents:
+            return None
+        try:
+            found = self._most_similar([document.page_content for document in documents])
+        except Exception as error:  # stores raise what they like; documents are then encoded alone
+            logger.warning("no neighbours: searching the store failed: %s", error, exc_info=error)
+            return None
+        return [self._chosen(document, hits) for document, hits in zip(documents, found, strict=True)]
+
+    def _most_similar(self, texts: Sequence[str]) -> list[list[Document]]:
+        # Some more than needed, for the document itself and for those that do not fit.
+        count = 2 * self.rules.count + 1
+        if self.embeddings is None:
+            return [self.vectorstore.similarity_search(text, k=count) for text in texts]
+        vectors = self.embeddings.embed_documents(list(texts))
+        return [self.vectorstore.similarity_search_by_vector(vector, k=count) for vector in vectors]
+
+    def _chosen(self, document: Document, hits: Sequence[Document]) -> list[str]:
+        tokens = engine_of(self.llm).tokens
+        own, room = segment_text(document, self.document_prompt), self.rules.max_tokens
+        chosen: list[str] = []
+        for text in dict.fromkeys(segment_text(hit, self.document_prompt) for hit in hits):
+            length = tokens.count(text)
+            if text.strip() in ("", own.strip()) or length > room or len(chosen) == self.rules.count:
+                continue
+            room -= length
+            chosen.append(text)
+        return chosen[::-1]
+
+
+def _documents(
+    texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | None, ids: Sequence[str] | None
+) -> list[Document]:
+    listed = list(texts)
+    if metadatas is not None and len(metadatas) != len(listed):
+        raise ValueError(f"{len(listed)} texts came with {len(metadatas)} metadatas")
+    if ids is not None and len(ids) != len(listed):
+        raise ValueError(f"{len(listed)} texts came with {len(ids)} ids")
+    return [
+        Document(text, metadata=metadatas[i] if metadatas else {}, id=ids[i] if ids else None)
+        for i, text in enumerate(listed)
+    ]
+
+
+def _with_ids(ids: list[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return kwargs if ids is None else {**kwargs, "ids": ids}
+
+
+def _collection_name(vectorstore: VectorStore) -> str:
+    """A name that the store itself gives its collection; stores in memory get one that nobody else has."""
+    for attribute in ("collection_name", "_collection_name", "index_name"):
+        name = getattr(vectorstore, attribute, None)
+        if isinstance(name, str) and name:
+            return name
+    collection = getattr(getattr(vectorstore, "_collection", None), "name", None)
+    if isinstance(collection, str) and collection:
+        return collection
+    if isinstance(vectorstore, InMemoryVectorStore):
+        return uuid.uuid4().hex
+    return type(vectorstore).__name__
