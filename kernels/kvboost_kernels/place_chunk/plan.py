@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,11 +103,16 @@ def _rows_aligned(tensor: torch.Tensor, elements: int, num_dims: int) -> bool:
 
 
 def _tables(chunks: list[Chunk], block_t: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, tiles = [], []
+    """Int64: a row for each chunk, as the kernel reads it, and (chunk, first token) of each tile; one copy to the device."""
+    numbers: list[int] = []
+    for chunk in chunks:
+        numbers += [chunk.start, chunk.num_tokens, *_fields(chunk.keys), *_fields(chunk.values)]
+    end_of_table = len(numbers)
     for index, chunk in enumerate(chunks):
-        rows.append([chunk.start, chunk.num_tokens, *_fields(chunk.keys), *_fields(chunk.values)])
-        tiles += [[index, block * block_t] for block in range(math.ceil(chunk.num_tokens / block_t))]
-    return torch.tensor(rows, device=device), torch.tensor(tiles, device=device)
+        for first in range(0, chunk.num_tokens, block_t):
+            numbers += (index, first)
+    on_device = torch.tensor(numbers, dtype=torch.int64).to(device)
+    return on_device[:end_of_table].view(len(chunks), -1), on_device[end_of_table:].view(-1, 2)
 
 
 def _fields(source: torch.Tensor | Quantised) -> list[int]:
