@@ -2,5 +2,20 @@
 
 from kvboost_rag import __version__
 from llama_index.llms.kvboost.base import KVBoostLLM
+from llama_index.llms.kvboost.prefetch import (
+    KVPrefetchEventHandler,
+    KVPrefetchPostprocessor,
+    KVPrefetchRetriever,
+    prefetch,
+)
+from llama_index.llms.kvboost.warm import KVWarm
 
-__all__ = ["KVBoostLLM", "__version__"]
+__all__ = [
+    "KVBoostLLM",
+    "KVPrefetchEventHandler",
+    "KVPrefetchPostprocessor",
+    "KVPrefetchRetriever",
+    "KVWarm",
+    "__version__",
+    "prefetch",
+]

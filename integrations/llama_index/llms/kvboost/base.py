@@ -28,7 +28,7 @@ from kvboost_rag.chat_template import supports_tools
 from kvboost_rag.config import GenerationParams, ReuseConfig
 from kvboost_rag.generation_kwargs import merge_params
 from kvboost_rag.registry import EngineSpec
-from llama_index.llms.kvboost.calls import Call, CallDefaults, ChatTemplate
+from llama_index.llms.kvboost.calls import REUSE_SETTINGS, Call, CallDefaults, ChatTemplate
 from llama_index.llms.kvboost.loading import engine_spec
 from llama_index.llms.kvboost.responses import chat_response, completion
 from llama_index.llms.kvboost.tools import ToolCalling
@@ -54,7 +54,7 @@ class KVBoostLLM(ToolCalling, CustomLLM):
 
     Every call takes, beside the generation parameters of transformers (`max_new_tokens`, `temperature`, `stop`, …):
     `documents` (texts or nodes that may stand in the prompt and are to be reused from now on; they add no text),
-    `kvboost` (fields of `ReuseConfig` for this call) and, in chats, `tools` and `chat_template_kwargs`.
+    `reuse`, `repair`, `recompute_ratio`, `namespace`, `strict`, and in chats `tools` and `chat_template_kwargs`.
 
     Raises:
         TypeError, ValueError: from the constructor, an unknown argument, or no model named.
@@ -75,9 +75,18 @@ class KVBoostLLM(ToolCalling, CustomLLM):
     model_kwargs: dict[str, Any] = Field(default_factory=dict, description="For loading the model.")
     generate_kwargs: dict[str, Any] = Field(default_factory=dict, description="Generation parameters of every call.")
     is_chat_model: bool | None = Field(default=None, description="Default: whether there is a chat template.")
+    is_function_calling_model: bool | None = Field(
+        default=None, description="Default: whether the chat template writes tools; else they are written as text."
+    )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables of the chat template.")
     store: Any = Field(default=None, description="Folder for the KV of documents, or a `Store`; default: memory only.")
-    kvboost: dict[str, Any] = Field(default_factory=dict, description="Fields of `ReuseConfig` that differ.")
+    dtype: Any = Field(default=None, description="Of the weights; default the checkpoint's own.")
+    reuse: str | None = Field(default=None, description="`blend` (default), `exact` (prefix cache only) or `off`.")
+    repair: str | None = Field(default=None, description="Strategy that chooses the rows to recompute.")
+    recompute_ratio: float | None = Field(default=None, description="Share of document tokens to recompute, 0…1.")
+    namespace: str | None = Field(default=None, description="Tenant: documents of one are never used for another.")
+    strict: bool | None = Field(default=None, description="Raise on a fault in reuse instead of plain prefill.")
+    neighbours: int = Field(default=4, ge=0, description="Similar chunks that `KVWarm` encodes a chunk behind.")
     system_prompt: str = Field(default="", description="Stands before every prompt that is not formatted yet.")
     query_wrapper_prompt: BasePromptTemplate = Field(
         default=PromptTemplate("{query_str}"), description="Put around prompts that are not formatted yet."
@@ -89,7 +98,7 @@ class KVBoostLLM(ToolCalling, CustomLLM):
         if unknown := sorted(fields.keys() - type(self).model_fields.keys()):
             raise TypeError(f"KVBoostLLM has no argument {', '.join(unknown)}")
         super().__init__(**{name: value for name, value in fields.items() if value is not None})
-        ReuseConfig().override(**self.kvboost)
+        ReuseConfig().override(**self._reuse_settings())
         self._spec = engine_spec(self, model, tokenizer, engine)
         self.model_name = self.model_name or getattr(engine, "name", None) or self._spec.name
         if fields.get("messages_to_prompt") is None:
@@ -107,14 +116,6 @@ class KVBoostLLM(ToolCalling, CustomLLM):
     @field_serializer("store")
     def _store_path(self, value: Any) -> str | None:
         return value if isinstance(value, str) else getattr(value, "__fspath__", lambda: None)()
-
-    @field_validator("kvboost", mode="before")
-    @classmethod
-    def _as_settings(cls, value: Any) -> Any:
-        if not isinstance(value, ReuseConfig):
-            return value
-        default = ReuseConfig()
-        return {name: v for name, v in vars(value).items() if v != getattr(default, name)}
 
     @classmethod
     def class_name(cls) -> str:
@@ -136,11 +137,14 @@ class KVBoostLLM(ToolCalling, CustomLLM):
             self.context_window = wanted = limit
         has_template = bool(engine.tokenizer.chat_template)
         is_chat_model = has_template if self.is_chat_model is None else self.is_chat_model
+        calls_functions = self.is_function_calling_model
+        if calls_functions is None:
+            calls_functions = is_chat_model and supports_tools(engine.tokenizer)
         return LLMMetadata(
             context_window=wanted or limit or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_new_tokens,
             is_chat_model=is_chat_model,
-            is_function_calling_model=is_chat_model and supports_tools(engine.tokenizer),
+            is_function_calling_model=bool(calls_functions),
             model_name=self.model_name,
         )
 
@@ -215,7 +219,10 @@ class KVBoostLLM(ToolCalling, CustomLLM):
     def _defaults(self) -> CallDefaults:
         base = GenerationParams(max_new_tokens=self.max_new_tokens, stop_token_ids=tuple(self.stopping_ids))
         params = merge_params(base, self.generate_kwargs)
-        return CallDefaults(self._spec, params, self.kvboost, self.chat_template_kwargs)
+        return CallDefaults(self._spec, params, self._reuse_settings(), self.chat_template_kwargs)
+
+    def _reuse_settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in REUSE_SETTINGS}
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> KVBoostLLM:
         """A copy that shares the engine, the callbacks and the rate limiter."""

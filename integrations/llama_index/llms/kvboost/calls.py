@@ -19,6 +19,9 @@ from llama_index.llms.kvboost.messages import cited_texts, template_messages
 from llama_index.llms.kvboost.nodes import node_texts
 from llama_index.llms.kvboost.responses import Collector, Make, Response, whole
 
+REUSE_SETTINGS = ("reuse", "repair", "recompute_ratio", "namespace", "strict")
+"""Fields of `ReuseConfig` that a model or a single call may set."""
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -49,11 +52,7 @@ class Call:
     tool_names: tuple[str, ...] = field(default=())
 
     def events(self) -> Generator[StreamEvent, None, None]:
-        """The engine's events; blocks while the model is loaded and computes.
-
-        Raises:
-            ValueError: tools for a model whose chat template has no place for them.
-        """
+        """The engine's events; blocks while the model is loaded and computes."""
         engine = self.spec.get()
         prompt: Any = self.prompt
         if not isinstance(prompt, str):
@@ -104,7 +103,7 @@ class CallDefaults:
 
     spec: EngineSpec
     params: GenerationParams
-    kvboost: Mapping[str, Any]
+    reuse: Mapping[str, Any]
     template: Mapping[str, Any]
 
     def call(self, prompt: str | Sequence[ChatMessage], given: Mapping[str, Any]) -> Call:
@@ -115,7 +114,8 @@ class CallDefaults:
         """
         own = dict(given)
         documents = node_texts(own.pop("documents", None) or ())
-        settings = dict(self.kvboost) | dict(own.pop("kvboost", None) or {})
+        given_settings = {name: own.pop(name, None) for name in REUSE_SETTINGS}
+        settings = dict(self.reuse) | {name: value for name, value in given_settings.items() if value is not None}
         ReuseConfig().override(**settings)
         template = dict(self.template) | dict(own.pop("chat_template_kwargs", None) or {})
         tools = chosen_tools(own.pop("tools", None) or (), own.pop("tool_choice", None))
