@@ -169,7 +169,7 @@ def print_table(all_traces: dict[str, list[Access]], shares: Iterable[float]) ->
             found = compare(trace, share)
             cells = (f"{100 * found[n].hit_rate:5.1f} ({found[n].bytes_loaded / 1e9:.0f})" for n in names)
             table.add_row(label, f"{share:.0%}", *cells)
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def main() -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from kvboost_rag.chunk_keys import context_hash, encoding_context
 from kvboost_rag.datamodels import ChunkRecord, StoreEntry
-from kvboost_rag.stores import chunk_file, recovery
+from kvboost_rag.stores import chunk_file
 from kvboost_rag.stores.base import EntryInfo, Store, StoreError
 from kvboost_rag.stores.budget import DEFAULT_RATIO, disk_bytes, resolve_budget
 from kvboost_rag.stores.catalog import Catalog
 from kvboost_rag.stores.chunk_file import ChunkFileError
+from kvboost_rag.stores.disk_account import DiskAccount
 from kvboost_rag.stores.eviction import EvictionPolicy, make_policy
-from kvboost_rag.stores.file_table import FileTable, Reservation
+from kvboost_rag.stores.file_table import Reservation
 from kvboost_rag.stores.folder import StoreFolder
 from kvboost_rag.stores.payload import distinct, own
 
@@ -55,34 +56,29 @@ class DiskStore(Store):
     ) -> None:
         self.folder = StoreFolder(Path(folder))
         self.budget_bytes = resolve_budget(budget_bytes, kv_cache_size_ratio, disk_bytes(self.folder.root))
-        self._policy = make_policy(policy)
+        chosen = make_policy(policy)
         self._secret = secret if secret is not None else chunk_file.secret_from_environment()
-        self._used: set[str] = set()
-        self._unsettled: list[Reservation] = []
-        self._last_seq = 0
         try:
             with self.folder.opening():
-                self._open()
+                super().__init__(Catalog(self.folder.open_database()))
+                self.account = DiskAccount(
+                    self.folder,
+                    self.catalog,
+                    chosen,
+                    self.budget_bytes,
+                    self._pins,
+                    self.stats.evictions,
+                    self._lock,
+                )
+                self.account.open()
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot open the store in {folder}: {error}") from error
-
-    def _open(self) -> None:
-        """Open the catalog, or rebuild it from the files; clear up after processes that died; fit into the budget."""
-        database = self.folder.open_database()
-        super().__init__(Catalog(database))
-        self.table = FileTable(database)
-        if database.is_new:
-            recovery.rebuild(self.folder, self.table, self.catalog)
-        self.clear_after_dead_owners()
-        with database.transaction():
-            self._learn_of_new_files()
-            self._make_room(0)
 
     def put(self, entry: StoreEntry) -> bool:
         self.folder.path(entry.key)  # refuses keys that are no hashes
         try:
             data = self._serialise(entry)
-            reservation, reason = self._reserve(entry.key, len(data))
+            reservation, reason = self.account.reserve(entry.key, len(data))
             if reservation is not None:
                 self._write(entry, data, reservation)
         except (OSError, sqlite3.Error, StoreError) as error:
@@ -103,78 +99,35 @@ class DiskStore(Store):
         Raises:
             StoreError: the file cannot be removed.
         """
-        try:
-            with self._lock, self.table.database.transaction():
-                return self._drop(key, reason)
-        except (OSError, sqlite3.Error) as error:
-            if self.folder.size(key) is not None:
-                raise StoreError(f"cannot delete {key[:16]} from {self.folder.root}: {error}") from error
-            # On a full disk the file can go although its row cannot; the row follows with the next write.
-            self._unsettled.append(Reservation(0, self.folder.owner, key))
-            return True
+        return self.account.drop(key, reason)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.folder.size(key) is not None
 
     def entries(self) -> Iterator[EntryInfo]:
-        return self.table.infos()
-
-    def entries_of(self, namespace: str) -> Iterator[EntryInfo]:
-        """Entries of one tenant."""
-        return self.table.infos(namespace)
+        return (self.account.info_with_use(info) for info in self.account.table.infos())
 
     @property
     def bytes_held(self) -> Mapping[str, int]:
-        return {"disk": self.table.total_bytes()}
+        return {"disk": self.account.table.total_bytes()}
 
     def touch(self, key: str) -> None:
-        with self._lock:
-            self._policy.hit(key)
-            self._used.add(key)
+        self.account.note_use(key)
 
     def note_deviation(self, key: str, deviation: float) -> None:
-        with self._lock:
-            self._policy.note_deviation(key, deviation)
-            self._used.add(key)
+        self.account.note_deviation(key, deviation)
 
     def flush(self) -> None:
         """Write use counts down. Entries are durable when `put` returns."""
-        with self._lock:
-            used = {key: self._policy.entries[key] for key in self._used if key in self._policy.entries}
-            now = {key: replace(use, frequency=self._policy.frequency_now(use)) for key, use in used.items()}
-            self._used.clear()
-        try:
-            self.table.save_uses(now)
-        except sqlite3.Error as error:
-            logger.warning("use counts of %s are not saved: %s", self.folder.root, error)
+        self.account.save_uses()
 
     def close(self) -> None:
         super().close()
         self.folder.close()
 
-    def enter(self, key: str) -> bool:
-        """Enter a file into the catalog and the account of bytes that is in neither; False if it is not usable."""
-        with self._lock, self.table.database.transaction():
-            try:
-                recovery.enter(self.folder, self.table, self.catalog, key)
-            except (OSError, ValueError):
-                return False
-            self._learn_of_new_files()
-            self._make_room(0)
-            return True
-
-    def clear_after_dead_owners(self) -> None:
-        """Settle what processes that died were writing."""
-        num_dead, alive = self.folder.clear_after_dead_owners()
-        for reservation in self.table.reservations():
-            if reservation.owner not in alive:
-                recovery.settle(self.folder, self.table, self.catalog, reservation)
-        if num_dead:
-            recovery.reconcile(self.folder, self.table, self.catalog)
-
     def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
         try:
-            if self._is_expired(key):
+            if self.account.is_expired(key):
                 self._try_drop(key, "expired")
                 return None, None
             return self.read(key), None
@@ -191,7 +144,7 @@ class DiskStore(Store):
             try:
                 return self.read(key), None
             except FileNotFoundError:
-                if key not in self._policy.entries:
+                if not self.account.knows(key):
                     return None, None
                 self._try_drop(key, "vanished")
                 return None, "vanished"
@@ -215,12 +168,7 @@ class DiskStore(Store):
         return entry
 
     def _on_hit(self, entry: StoreEntry) -> None:
-        self._policy.hit(entry.key)
-        self._used.add(entry.key)
-
-    def _is_expired(self, key: str) -> bool:
-        with self._lock:
-            return self._policy.is_expired(key)
+        self.account.note_use(entry.key)
 
     def _serialise(self, entry: StoreEntry) -> bytes:
         """The file's bytes, with the chunk's catalog record if that is what the entry was encoded from."""
@@ -241,82 +189,31 @@ class DiskStore(Store):
         context = encoding_context(record, tokens)
         return (record, tokens) if context_hash(context) == entry.context_hash else (None, ())
 
-    def _reserve(self, key: str, num_bytes: int) -> tuple[Reservation | None, str | None]:
-        """Make room for a file of `num_bytes` and set that aside, or say why not."""
-        if num_bytes > self.budget_bytes:
-            return None, "too_large"
-        with self._lock, self.table.database.transaction():
-            self._settle_failed_writes()
-            self._learn_of_new_files()
-            for expired in self._policy.expired():
-                self._drop(expired, "expired")
-            if self.table.total_bytes() + num_bytes > self.budget_bytes and self.table.bytes_of(key) is not None:
-                self._drop(key, None)
-            if not self._make_room(num_bytes):
-                return None, "pinned"
-            return self.table.reserve(self.folder.owner, key, num_bytes), None
-
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict until `num_bytes` more fit in the budget; whether they do. Inside a transaction."""
-        while self.table.total_bytes() + num_bytes > self.budget_bytes:
-            victim = self._policy.victim(self._pins)
-            if victim is None:
-                return False
-            self._drop(victim, self._policy.reason)
-        return True
-
     def _write(self, entry: StoreEntry, data: bytes, reservation: Reservation) -> None:
         """Write and publish a file under its reservation. Raises OSError or sqlite3.Error, the account still exact."""
         staged = None
         try:
             staged = self.folder.stage(data)
-            with self._lock, self.table.database.transaction():
-                self._learn_of_new_files()
-                self.folder.publish(staged, entry.key)
-                self._last_seq = self.table.add(_info_of(entry, len(data)))
-                self.table.release(reservation)
-                self._policy.add(entry.key, len(data))
+            self.account.publish(staged, _info_of(entry, len(data)), reservation)
             self.folder.sync(entry.key)
         except BaseException:
             if staged is not None:
                 staged.unlink(missing_ok=True)
-            with self._lock:
-                self._unsettled.append(reservation)
+            self.account.fail(reservation)
             raise
 
-    def _drop(self, key: str, reason: str | None) -> bool:
-        """Delete a file and its row, inside a transaction. The file first: a row too many does no harm."""
-        had_file = self.folder.remove(key)
-        had_row = self.table.remove(key)
-        self._policy.remove(key)
-        if reason is not None and (had_file or had_row):
-            self.stats.evictions[reason] += 1
-        return had_file or had_row
+    def _try_drop(self, key: str, reason: str) -> None:
+        try:
+            self.account.drop(key, reason)
+        except (sqlite3.Error, StoreError) as error:
+            self._warn_once(key, "undeletable", "%s cannot be removed: %s", key[:16], error)
 
     def _free_log(self) -> None:
         """Give the space of the write-ahead log back where the disk is full, so that rows can be written again."""
         try:
-            self.table.database.wipe_log()
+            self.catalog.database.wipe_log()
         except sqlite3.Error as error:
             logger.debug("the log of %s cannot be emptied: %s", self.folder.root, error)
-
-    def _try_drop(self, key: str, reason: str) -> None:
-        try:
-            with self._lock, self.table.database.transaction():
-                self._drop(key, reason)
-        except (OSError, sqlite3.Error, StoreError) as error:
-            self._warn_once(key, "undeletable", "%s cannot be removed: %s", key[:16], error)
-
-    def _learn_of_new_files(self) -> None:
-        """Tell the policy of files that were stored since the last call, by any process."""
-        self._last_seq, uses = self.table.uses_after(self._last_seq)
-        for key, use in uses:
-            self._policy.restore(key, use)
-
-    def _settle_failed_writes(self) -> None:
-        while self._unsettled:
-            recovery.settle(self.folder, self.table, self.catalog, self._unsettled[-1])
-            self._unsettled.pop()
 
 
 def _info_of(entry: StoreEntry, num_bytes: int) -> EntryInfo:

@@ -31,8 +31,6 @@ CREATE TABLE IF NOT EXISTS files (
     frequency REAL NOT NULL DEFAULT 1.0,
     deviation REAL);
 
-CREATE INDEX IF NOT EXISTS files_by_tenant ON files (namespace);
-
 CREATE TABLE IF NOT EXISTS reservations (
     id INTEGER PRIMARY KEY AUTOINCREMENT, owner TEXT NOT NULL, key TEXT NOT NULL, num_bytes INTEGER NOT NULL);
 
@@ -129,12 +127,10 @@ class FileTable:
         with self.database.transaction() as db:
             return db.execute("DELETE FROM files WHERE key = ?", (key,)).rowcount > 0
 
-    def infos(self, namespace: str | None = None) -> Iterator[EntryInfo]:
-        """All files, or one tenant's."""
+    def infos(self) -> Iterator[EntryInfo]:
+        """All files."""
         found = self.database.read(
-            "SELECT key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta FROM files "
-            "WHERE namespace = coalesce(?, namespace)",
-            (namespace,),
+            "SELECT key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta FROM files"
         )
         for key, tenant, fingerprint, num_tokens, num_bytes, created, last_used, meta in found:
             yield EntryInfo(key, tenant, fingerprint, num_tokens, num_bytes, created, last_used, meta=json.loads(meta))

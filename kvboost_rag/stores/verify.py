@@ -98,7 +98,7 @@ def gc(store: Store, progress: Progress | None = None) -> Collected:
     entered = rows_dropped = 0
     for problem in report.problems:
         if problem.what == "not accounted for":
-            entered += disk.enter(problem.key)
+            entered += disk.account.enter(problem.key)
         elif problem.what == "vanished":
             rows_dropped += disk.delete(problem.key, "vanished")
         elif problem.what in (*USELESS, "wrong size"):
@@ -107,8 +107,8 @@ def gc(store: Store, progress: Progress | None = None) -> Collected:
             removed["unknown"] = removed.get("unknown", 0) + store.delete(problem.key)
         elif problem.what in ("damaged row", "context lost"):
             removed["unusable record"] = removed.get("unusable record", 0) + forget(store, [problem.key]).num_chunks
-    disk.clear_after_dead_owners()
-    disk.table.recount()
+    disk.account.clear_after_dead_owners()
+    disk.account.table.recount()
     disk.catalog.purge()
     return Collected(removed, entered, rows_dropped)
 
@@ -150,5 +150,5 @@ def _verify_catalog(disk: DiskStore, report: VerifyReport) -> None:
         except KeyError as error:
             report.add(key, "context lost", f"token ids of neighbour {error} are missing")
     held, rows = disk.bytes_held["disk"], sum(info.num_bytes for info in disk.entries())
-    if held != rows and not disk.table.reservations():
+    if held != rows and not disk.account.table.reservations():
         report.add("", "account", f"{held} bytes accounted, {rows} in the rows of files")

@@ -147,7 +147,7 @@ def test_verify_finds_and_gc_mends(tmp_path: Path) -> None:
     path = disk.folder.path(bent.key)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     disk.folder.remove(gone.key)
-    disk.table.remove(unaccounted.key)
+    disk.account.table.remove(unaccounted.key)
     store.catalog.delete(unknown.key)
     with store.catalog.database.transaction() as db:
         db.execute("UPDATE chunks SET token_ids = zeroblob(20) WHERE content_hash = ?", (damaged.key,))

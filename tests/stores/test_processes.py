@@ -32,10 +32,14 @@ def test_processes_killed_while_writing_never_leave_a_bad_entry(tmp_path: Path) 
     """Children are forked from this process, which has imported everything: an interpreter's start takes seconds."""
     rng = random.Random(0)
     for round_number in range(200):
-        child = forked(lambda n=round_number: write_until_killed(tmp_path, n))
-        time.sleep(rng.uniform(0.01, 0.05))
+        opened, tell = os.pipe()
+        child = forked(lambda n=round_number, tell=tell: write_until_killed(tmp_path, n, tell))
+        os.close(tell)
+        assert os.read(opened, 1) == b"."
+        time.sleep(rng.uniform(0.0, 0.02))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(opened)
         if round_number % 20 == 19:
             check_all(tmp_path)
     check_all(tmp_path)
@@ -52,9 +56,10 @@ def forked(work) -> int:
     return child
 
 
-def write_until_killed(folder: Path, seed: int) -> None:
+def write_until_killed(folder: Path, seed: int, tell: int) -> None:
     rng = random.Random(seed)
     store = DiskStore(folder, BUDGET)
+    os.write(tell, b".")
     while True:
         number = rng.randrange(30)
         store.catalog.add(build_record(number))
