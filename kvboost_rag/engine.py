@@ -21,6 +21,7 @@ from kvboost_rag.config import (
 )
 from kvboost_rag.datamodels import GenerationResult, StreamEvent, WarmReport
 from kvboost_rag.decode import ContextOverflowError, Decoder
+from kvboost_rag.divergence import kl_per_token
 from kvboost_rag.encode import Encoder
 from kvboost_rag.library import ChunkIdentity, ChunkLibrary
 from kvboost_rag.lookup import LocatedPrompt, Messages, document_texts, locate
@@ -34,6 +35,7 @@ from kvboost_rag.prompt_tokens import PromptTokens
 from kvboost_rag.repair import STRATEGIES, RepairStrategy
 from kvboost_rag.report import Outcome, build_result
 from kvboost_rag.rewritten import RewrittenNotice
+from kvboost_rag.shadow import MAX_ANSWER_TOKENS, Shadow, ShadowSample, ShadowStats
 from kvboost_rag.stores import Store, open_store
 from kvboost_rag.timing import StageClock
 from kvboost_rag.warm import WarmProgress, register_documents, warm
@@ -71,6 +73,7 @@ class EngineStats:
     evictions: dict[str, int]
     bytes_held: dict[str, int]
     num_chunks_known: int
+    shadow: ShadowStats
 
 
 class KVBoost:
@@ -112,6 +115,7 @@ class KVBoost:
         self._notice = RewrittenNotice()
         self._decoder = Decoder(self.model, self.tokens, loaded.eos_token_ids)
         self._worker = Worker(f"kvboost-{self.name}")
+        self.shadow = Shadow(self.name, lambda: self._worker.is_idle, self._record_shadow)
         fingerprint = model_fingerprint(self.model, self.tokenizer)
         self._announces_profile = profile == "auto"
         self.profile = load_profile(fingerprint) if profile == "auto" else profile
@@ -261,6 +265,8 @@ class KVBoost:
         strategy = repair if isinstance(repair, RepairStrategy) else None
         name = strategy.name if strategy is not None else repair
         resolved = self.config.override(repair=name, **config).resolve(calibrated=self._calibrated)
+        if self.shadow.tripped and resolved.reuse == "blend":
+            resolved = replace(resolved, reuse="exact")
         if strategy is None:
             if resolved.repair not in STRATEGIES:
                 raise ConfigError(f"repair={resolved.repair!r} is not available; known: {', '.join(STRATEGIES)}")
@@ -288,6 +294,12 @@ class KVBoost:
         result = build_result(self._decode(located, prepared, request, (emit, cancelled), clock))
         if self.metrics is not None:
             self.metrics.record(result)
+        if result.reuse == "blend":
+            self.shadow.offer(
+                lambda: self._compare_with_full(request, result.token_ids[:MAX_ANSWER_TOKENS]),
+                request.config.shadow_rate,
+                request.config.shadow_max_kl,
+            )
         emit(StreamEvent("", result))
 
     def _announce(self, request: Request) -> None:
@@ -379,8 +391,9 @@ class KVBoost:
         Returns:
             Float32 `[len(continuation) + 1, vocab_size]`.
         """
-        request = self._request(prompt, **options)
+        return self._logits(self._request(prompt, **options), continuation)
 
+    def _logits(self, request: Request, continuation: Sequence[int]) -> torch.Tensor:
         def score() -> torch.Tensor:
             located = self._locate(request)
             self._room(len(located.token_ids) + len(continuation), request.params)
@@ -389,6 +402,18 @@ class KVBoost:
             return self._decoder.score(prepared.start, continuation)
 
         return self._worker.submit(score).result()
+
+    def _compare_with_full(self, request: Request, answer: Sequence[int]) -> ShadowSample:
+        """A served request once more, by reuse and by full prefill, along the answer that was given."""
+        ours = self._logits(request, answer[:-1])
+        full = self._logits(replace(request, config=replace(request.config, reuse="off")), answer[:-1])
+        kl = kl_per_token(full, ours)
+        agreement = float((full.argmax(-1) == ours.argmax(-1)).float().mean())
+        return ShadowSample(float(kl[0]), float(kl.mean()), agreement)
+
+    def _record_shadow(self, sample: ShadowSample) -> None:
+        if self.metrics is not None:
+            self.metrics.record_shadow(sample.kl_mean, sample.agreement)
 
     def evict(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Forget documents: their KV in every tier and their text. Returns how many were known."""
@@ -409,10 +434,12 @@ class KVBoost:
             evictions=dict(stats.evictions),
             bytes_held=dict(self.store.bytes_held),
             num_chunks_known=len(self.store.catalog),
+            shadow=self.shadow.stats(),
         )
 
     def close(self) -> None:
         """Finish the running request, drop queued ones, flush and close the store. Closing twice does nothing."""
+        self.shadow.close()
         if self._worker.close():
             self.store.close()
 

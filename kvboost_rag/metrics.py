@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 WINDOW = 1000
 """Document segments (hit rate), requests (recompute ratio), chunks (PSNR) that the gauges look back on."""
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+KL_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 DEVIATION_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 HITS = (HitKind.EXACT, HitKind.APPROXIMATE, HitKind.DONOR)
 
@@ -43,6 +44,7 @@ class Metrics:
         self._hits: deque[bool] = deque(maxlen=WINDOW)
         self._recomputed: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self._psnr: deque[float] = deque(maxlen=WINDOW)
+        self._agreements: deque[float] = deque(maxlen=WINDOW)
 
     def record(self, result: GenerationResult) -> None:
         """Count one finished request. A request without reuse counts in the TTFT histogram only."""
@@ -82,6 +84,13 @@ class Metrics:
     def record_decision(self, load: bool) -> None:
         """Count one choice between loading a chunk from disk and computing it again."""
         self._families.decisions.labels(choice="load" if load else "recompute").inc()
+
+    def record_shadow(self, kl: float, agreement: float) -> None:
+        """Count one comparison of a served answer with full prefill: mean KL in nats, share of agreeing tokens."""
+        self._families.shadow_kl.observe(kl)
+        with self._lock:
+            self._agreements.append(agreement)
+            self._families.shadow_agreement.set(sum(self._agreements) / len(self._agreements))
 
     def watch(self, store: Store) -> None:
         """Export a store's bytes, lookups and evictions, read whenever metrics are scraped."""
@@ -144,8 +153,14 @@ class _Families:
         self.deviation = p.Histogram(
             "kvboost_deviation", "Deviation of a document at the probe layer", buckets=DEVIATION_BUCKETS, **r
         )
+        self.shadow_kl = p.Histogram(
+            "kvboost_shadow_kl", "KL in nats from full prefill, per compared answer", buckets=KL_BUCKETS, **r
+        )
+        self.shadow_agreement = p.Gauge(
+            "kvboost_shadow_agreement", f"Tokens on which full prefill agrees, last {WINDOW} compared answers", **r
+        )
         # NaN says "nothing yet"; 0 would fire the alert on the hit rate in every idle process.
-        for gauge in (self.hit_rate, self.recompute_ratio, self.psnr):
+        for gauge in (self.hit_rate, self.recompute_ratio, self.psnr, self.shadow_agreement):
             gauge.set(float("nan"))
         self.stores = _StoreCollector()
         registry.register(self.stores)

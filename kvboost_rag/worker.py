@@ -18,6 +18,13 @@ class Worker:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._thread: int | None = None
         self._closed = threading.Event()
+        self._unfinished = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs and nothing is queued."""
+        return self._unfinished == 0
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job.
@@ -29,7 +36,19 @@ class Worker:
             raise RuntimeError("the engine is closed")
         if threading.get_ident() == self._thread:
             raise RuntimeError("called from inside a running request of the same engine; finish that one first")
-        return self._executor.submit(self._run, job)
+        with self._lock:
+            self._unfinished += 1
+        try:
+            future = self._executor.submit(self._run, job)
+        except RuntimeError:  # closed a moment ago
+            self._finished()
+            raise
+        future.add_done_callback(self._finished)
+        return future
+
+    def _finished(self, future: object = None) -> None:
+        with self._lock:
+            self._unfinished -= 1
 
     def _run(self, job: Callable[[], T]) -> T:
         self._thread = threading.get_ident()

@@ -51,7 +51,7 @@ def one_hot_embedder(texts):
 
 
 def test_kl_is_that_of_torch_and_zero_for_equal_logits():
-    from kvboost_rag.calibrate.scores import kl_per_token
+    from kvboost_rag.divergence import kl_per_token
 
     a, b = torch.randn(5, 33), torch.randn(5, 33)
     expected = torch.nn.functional.kl_div(

@@ -31,9 +31,10 @@ class Runner(ExitStack):
 
     def find_neighbours(self, cases: Sequence[Case], count: int = 8) -> None:
         """The nearest documents of the whole data set for each document."""
-        for dataset in {case.dataset for case in cases}:
+        embed = load_embedder()
+        for dataset in dict.fromkeys(case.dataset for case in cases):
             texts = dict.fromkeys(d for case in cases if case.dataset == dataset for d in case.documents)
-            self._near |= nearest_texts(list(texts), count, load_embedder())
+            self._near |= nearest_texts(list(texts), count, embed)
 
     def rows(self, case: Case, arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
         """One result per arm, ready for JSON."""

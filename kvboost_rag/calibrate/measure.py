@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kvboost_rag.calibrate.scores import answers, f1, kl_per_token
+from kvboost_rag.calibrate.scores import answers, f1
 from kvboost_rag.config import GenerationParams
+from kvboost_rag.divergence import kl_per_token
 from kvboost_rag.engine import KVBoost
 from kvboost_rag.repair import RepairStrategy
 
