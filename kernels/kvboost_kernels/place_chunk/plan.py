@@ -103,7 +103,7 @@ def _rows_aligned(tensor: torch.Tensor, elements: int, num_dims: int) -> bool:
 
 
 def _tables(chunks: list[Chunk], block_t: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Int64: a row for each chunk, as the kernel reads it, and (chunk, first token) of each tile; one copy to the device."""
+    """Int64 on the device, in one copy: what the kernel reads of each chunk, and (chunk, first token) of each tile."""
     numbers: list[int] = []
     for chunk in chunks:
         numbers += [chunk.start, chunk.num_tokens, *_fields(chunk.keys), *_fields(chunk.values)]
