@@ -70,7 +70,9 @@ def compile_launch(launch: Launch, target: GPUTarget) -> Any:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.args[parameter.name]
-        kind, divisible = ("constexpr", False) if parameter.is_constexpr else _specialise(value)
+        kind, divisible = (
+            ("constexpr", False) if parameter.is_constexpr else _specialise(value, parameter.do_not_specialize)
+        )
         signature[parameter.name] = kind
         if kind == "constexpr":
             constants[parameter.name] = value
@@ -80,15 +82,15 @@ def compile_launch(launch: Launch, target: GPUTarget) -> Any:
     return triton.compile(ASTSource(launch.kernel, signature, constants, attributes), target=target, options=options)
 
 
-def _specialise(value: Any) -> tuple[str, bool]:
-    """Type and divisibility by 16 of an argument, by the rules of Triton's launcher."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+def _specialise(value: Any, fixed: bool) -> tuple[str, bool]:
+    """Type and divisibility by 16, by the rules of Triton's launcher; `fixed` numbers are not specialised."""
+    if value is None or (not fixed and isinstance(value, int) and value == 1):
         return "constexpr", False
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype], value.data_ptr() % 16 == 0
     if isinstance(value, float):
         return "fp32", False
-    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+    return ("i32" if -(2**31) <= value < 2**31 else "i64"), not fixed and value % 16 == 0
 
 
 def usage(case: str, target_name: str, launch: Launch) -> Usage:

@@ -27,7 +27,7 @@ def relative_distance(
     return tl.where(moved == 0, 0.0, tl.sqrt(moved) / tl.sqrt(norm))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def deviation_kernel(
     fresh_keys, fresh_values, stored_keys, stored_values, rows, keys, values,
     fk_l, fk_h, fk_t, fk_d, sk_l, sk_h, sk_t, sk_d, fv_l, fv_h, fv_t, fv_d, sv_l, sv_h, sv_t, sv_d,
@@ -55,7 +55,7 @@ def deviation_kernel(
         tl.store(values + at, found, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "kv_len"])
 def kl_kernel(
     query, fresh, stored, rows, out, q_h, q_r, q_d, f_h, f_n, f_d, s_h, s_n, s_d,
     num_rows, kv_len, scaling, softcap, window,
@@ -91,7 +91,7 @@ def kl_kernel(
         total_a = total_a * keep + tl.sum(p, 1)
         total_b = total_b * tl.exp2(top_b - shift_b) + tl.sum(tl.exp2(b - shift_b[:, None]), 1)
         top_a, top_b = new_a, new_b
-    count_a, count_b = tl.where(total_a > 0, total_a, 1.0), tl.where(total_b > 0, total_b, 1.0)
+    count_a, count_b = tl.where(total_a != 0, total_a, 1.0), tl.where(total_b != 0, total_b, 1.0)
     norm_a, norm_b = finite_or_zero(top_a) + tl.log2(count_a), finite_or_zero(top_b) + tl.log2(count_b)
     divergence = (gap / count_a - norm_a + norm_b) * 0.6931471805599453  # from log 2 to nats
     # Rounding can leave a little less than 0. `maximum` would turn NaN into 0.

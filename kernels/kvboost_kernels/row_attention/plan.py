@@ -53,7 +53,7 @@ def row_attention_triton(
     if found.mass is not None and request.mass_rows is not None:
         mass = found.mass.sum(0) / max(1, request.query.shape[1] * request.mass_rows.numel())
     if found.mean is not None:  # a row without keys has lse = -inf
-        entropy = torch.where(found.lse.isfinite(), (found.lse - found.mean) * math.log(2.0), 0.0)
+        entropy = torch.where(found.lse == float("-inf"), 0.0, (found.lse - found.mean) * math.log(2.0))
     return found.out, mass, entropy
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from kvboost_kernels.tiles import LOG2E, dot, finite_or_zero, load_rows, logits2, packed_rows, products, visible_range
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "kv_len", "num_splits"])  # they change from call to call
 def attend_kernel(
     query, key, value, rows, sinks, out, lse, mean,
     q_h, q_r, q_d, k_h, k_n, k_d, v_h, v_n, v_d, o_s, o_h, o_r,
@@ -55,7 +55,7 @@ def attend_kernel(
         acc = acc * keep[:, None] + dot(p.to(v.dtype), v, DOT, PRECISION)
         top = new_top
 
-    seen = total > 0
+    seen = total != 0  # true of NaN
     count = tl.where(seen, total, 1.0)
     shift = finite_or_zero(top)
     at = (split.to(tl.int64) * tl.num_programs(1) * GROUP + head) * num_rows + row
@@ -71,7 +71,7 @@ def attend_kernel(
     tl.store(place, result, mask=live[:, None] & (step < VALUE_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
     parts, part_lse, part_mean, sinks, out, lse, mean, p_s, p_h, p_r, o_h, o_r, num_rows, num_splits,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -87,8 +87,8 @@ def merge_kernel(
     top = finite_or_zero(tl.max(sums, 0))
     weight = tl.exp2(sums - top)
     total = tl.sum(weight, 0)
-    count = tl.where(total > 0, total, 1.0)
-    tl.store(lse + one, tl.where(total > 0, top + tl.log2(count), float("-inf")))
+    count = tl.where(total != 0, total, 1.0)
+    tl.store(lse + one, tl.where(total != 0, top + tl.log2(count), float("-inf")))
     if mean is not None:
         tl.store(mean + one, tl.sum(weight * tl.load(part_mean + each, mask=known, other=0.0), 0) / count)
     if sinks is not None:
@@ -100,7 +100,7 @@ def merge_kernel(
     tl.store(out + head * o_h + row * o_r + step, result, mask=step < VALUE_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_mass_rows", "kv_len"])
 def mass_kernel(
     query, key, rows, mass_rows, sinks, lse, mass, q_h, q_r, q_d, k_h, k_n, k_d,
     num_rows, num_mass_rows, kv_len, scaling, softcap, window,

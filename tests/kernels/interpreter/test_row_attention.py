@@ -115,8 +115,14 @@ def test_mass_is_a_distribution(request_of) -> None:
 def test_nan_in_a_visible_key_is_not_hidden(request_of) -> None:
     request = request_of(1, 1, (32, 32), 20, [4, 19], torch.float32, entropy=True)
     request.key[0, 0, 10] = float("nan")
-    output, _, _ = row_attention_triton(request)
-    assert output[0, 0, 1].isnan().any()
+    request = replace(request, mass_rows=torch.tensor([1]))
+    for num_splits in (1, 2):
+        for attend in (row_attention_reference, lambda r, n=num_splits: row_attention_triton(r, n)):
+            output, mass, entropy = attend(request)
+            assert output[0, 0, 1].isnan().all()
+            assert output[0, 0, 0].isfinite().all()
+            assert mass[10].isnan()
+            assert entropy.isnan().tolist() == [[False, True]]
 
 
 def test_public_call(request_of) -> None:
