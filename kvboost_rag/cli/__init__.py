@@ -1,4 +1,4 @@
-"""The command line: `kvboost-rag demo | warm | ask | inspect | probe`.
+"""The command line: `kvboost-rag demo | warm | ask | inspect | probe | calibrate | profile`.
 
 Commands import what they need when they run, so that `--help` answers at once.
 """
@@ -14,14 +14,16 @@ import typer
 
 from kvboost_rag import __version__
 from kvboost_rag.cli.ask import ask
+from kvboost_rag.cli.calibrate import calibrate
 from kvboost_rag.cli.console import errors
 from kvboost_rag.cli.demo import demo
 from kvboost_rag.cli.inspect import inspect
 from kvboost_rag.cli.probe import probe
+from kvboost_rag.cli.profile import profile
 from kvboost_rag.cli.warm import warm
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
-for command in (demo, warm, ask, inspect, probe):
+for command in (demo, warm, ask, inspect, probe, calibrate, profile):
     app.command()(command)
 
 
