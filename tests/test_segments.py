@@ -87,6 +87,11 @@ def test_short_text_only_at_word_boundaries():
     assert known.find("modern art.") == [Match(7, 10, "key0")]
 
 
+def test_a_short_text_that_ends_inside_a_word_gives_way_to_a_shorter_one():
+    known = known_of("newer art", "newer")
+    assert known.find("a newer artist") == [Match(2, 7, "key1")]
+
+
 def test_loser_of_an_overlap_gives_way_to_a_shorter_text_at_its_place():
     known = known_of("aaaa bbbb cccc dddd eeee", "eeee ffff gggg hhhh iiii jjjj", "aaaa bbbb cccc dddd")
     prompt = "aaaa bbbb cccc dddd eeee ffff gggg hhhh iiii jjjj"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvboost_rag.chunking import CodeChunker, FixedChunker, SemanticChunker, language_of
 from kvboost_rag.chunking.code import nesting_depths
 from kvboost_rag.chunking.json_values import json_spans
+from kvboost_rag.chunking.markdown import prose_units
 
 
 def count_words(text):
@@ -163,6 +164,13 @@ def test_semantic_never_cuts_inside_a_unit(size):
         assert any(whole in chunk.text for chunk in chunks), whole
     for chunk in chunks:
         assert not chunk.text.endswith("# Whales"), "a heading is parted from its text"
+
+
+def test_blank_lines_inside_json_part_nothing():
+    value = '{\n "a": "One thing.",\n\n "b": ["x",\n\n  "y"]\n}'
+    text = f"Before it.\n\n{value}\n\nAfter it."
+    units = [text[unit.start : unit.end].strip() for unit in prose_units(text)]
+    assert units == ["Before it.", value, "After it."]
 
 
 def test_too_large_json_is_cut_between_members_only():
