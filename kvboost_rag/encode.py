@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +42,7 @@ class Encoder:
         self.model = model
         self.layout = layout
         self._cache_name = hf_cache.cache_argument(model)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._module = hf_cache.kv_module(model)
 
     @property
     def device(self) -> torch.device:
@@ -65,9 +64,7 @@ class Encoder:
         longest = max(job.num_tokens for job in jobs)
         rows = [[*job.context_ids, *job.token_ids] + [job.token_ids[-1]] * (longest - job.num_tokens) for job in jobs]
         kwargs: dict[str, Any] = {self._cache_name: hf_cache.full_length_cache()}
-        if self._keeps_logits:
-            kwargs["logits_to_keep"] = 1
-        output = self.model(input_ids=torch.tensor(rows, device=self.device), use_cache=True, **kwargs)
+        output = self._module(input_ids=torch.tensor(rows, device=self.device), use_cache=True, **kwargs)
         layers = hf_cache.layers_of(hf_cache.output_cache(output))
         tables = PositionTables.of(self.layout, longest)
         return [self._cut(layers, i, job, tables) for i, job in enumerate(jobs)]

@@ -6,7 +6,6 @@ forwards for the others as one of which none was: bit-equal, not only close.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from kvboost_rag import quantization
 from kvboost_rag.chunk_keys import ROOT_HASH, prefix_hash
 from kvboost_rag.datamodels import ChunkKV, EntryCheck, StoreEntry
-from kvboost_rag.models.hf_cache import BufferCache, cache_argument
+from kvboost_rag.models.hf_cache import BufferCache, cache_argument, kv_module
 from kvboost_rag.stores.base import Store
 
 
@@ -32,7 +31,7 @@ class PrefixCache:
         self.model = model
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._module = kv_module(model)
 
     def blocks(self, token_ids: Sequence[int], namespace: str) -> list[tuple[str, str, tuple[int, ...]]]:
         """(prefix hash, preceding hash, token ids) of every block; the last one may be shorter."""
@@ -80,7 +79,5 @@ class PrefixCache:
         device = self.model.get_input_embeddings().weight.device
         start = cache.buffer.length
         kwargs: dict[str, Any] = {cache_argument(self.model): cache}
-        if self._keeps_logits:
-            kwargs["logits_to_keep"] = 1
         positions = torch.arange(start, start + len(ids), device=device)[None]
-        self.model(input_ids=torch.tensor([ids], device=device), position_ids=positions, use_cache=True, **kwargs)
+        self._module(input_ids=torch.tensor([ids], device=device), position_ids=positions, use_cache=True, **kwargs)

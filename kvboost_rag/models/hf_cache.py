@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
@@ -19,7 +20,7 @@ from kvboost_rag.models.kv_buffer import KVBuffer
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 
 
-def cache_argument(model: PreTrainedModel) -> str:
+def cache_argument(model: nn.Module) -> str:
     """`cache` (transformers ≥ 5.24) or `past_key_values`.
 
     Raises:
@@ -30,6 +31,18 @@ def cache_argument(model: PreTrainedModel) -> str:
         if name in names:
             return name
     raise ValueError(f"{type(model).__name__}.forward takes no KV cache")
+
+
+def kv_module(model: PreTrainedModel) -> nn.Module:
+    """The part of the model that computes keys and values and stops before the logits (on a CPU in bfloat16 a large
+    vocabulary costs more than the layers); the model itself where it has no such part.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is None or decoder is model:
+        return model
+    names = inspect.signature(decoder.forward).parameters
+    same_names = cache_argument(model) in names and "position_ids" in names and "input_ids" in names
+    return decoder if same_names else model
 
 
 def output_cache(output: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_rag.models.hf_cache import BufferCache, KVObserver, cache_argument
+from kvboost_rag.models.hf_cache import BufferCache, KVObserver, cache_argument, kv_module
 from kvboost_rag.models.kv_buffer import KVBuffer
 from kvboost_rag.models.row_attention import ACTIVE, IMPLEMENTATION, ActiveRows, AttentionObserver, register
 
@@ -54,14 +54,14 @@ class RowPlan:
         return self.observer if self.observer is not None else self.narrowing
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's list of decoder layers.
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The list of decoder layers of a model or of its decoder.
 
     Raises:
         ValueError: no list of as many layers as the config says.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     for root in (decoder, model):
         for module in root.modules() if root is not None else ():
             if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -72,7 +72,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 class RowPass:
     """State of one partial forward. Use through `row_pass`."""
 
-    def __init__(self, model: PreTrainedModel, cache: BufferCache, token_ids: torch.Tensor, plan: RowPlan) -> None:
+    def __init__(self, model: nn.Module, cache: BufferCache, token_ids: torch.Tensor, plan: RowPlan) -> None:
         self.model, self.cache, self.token_ids, self.plan = model, cache, token_ids, plan
         self.rows = plan.rows
         self.kept: torch.Tensor | None = None
@@ -127,12 +127,12 @@ class RowPass:
 
 @contextmanager
 def row_pass(
-    model: PreTrainedModel, buffer_cache: BufferCache, token_ids: torch.Tensor, plan: RowPlan
+    model: nn.Module, buffer_cache: BufferCache, token_ids: torch.Tensor, plan: RowPlan
 ) -> Iterator[RowPass]:
     """Inside this context the model's next forward is a partial one, whoever calls it (`generate` included).
 
     Args:
-        model: a model that passed the probe.
+        model: a model that passed the probe, or its `kv_module`; the one whose forward will be called.
         buffer_cache: over the assembled buffer; the fresh rows are written into it.
         token_ids: the whole prompt, `[prompt_len]`.
         plan: the rows.
@@ -188,8 +188,16 @@ class RowOutput:
     rows_per_layer: tuple[int, ...]
 
 
+@torch.no_grad()
+def observe_rows(model: PreTrainedModel, buffer: KVBuffer, token_ids: torch.Tensor, plan: RowPlan) -> None:
+    """`row_forward` for what the plan's observer sees and the buffer receives; computes no logits."""
+    module = kv_module(model)
+    with row_pass(module, BufferCache(buffer), token_ids, plan):
+        module(input_ids=token_ids[-1:][None], use_cache=True)
+
+
 @contextmanager
-def _attention_implementation(model: PreTrainedModel) -> Iterator[None]:
+def _attention_implementation(model: nn.Module) -> Iterator[None]:
     """Row attention in every attention module's config, for the time of one forward."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     saved = [(c, c._attn_implementation) for c in configs.values() if hasattr(c, "_attn_implementation")]

@@ -9,7 +9,7 @@ import torch
 
 from kvboost_rag.config import ConfigError
 from kvboost_rag.models.row_attention import AttentionCall
-from kvboost_rag.models.row_forward import RowPlan, row_forward
+from kvboost_rag.models.row_forward import RowPlan, observe_rows
 from kvboost_rag.repair.base import RepairContext, RepairStrategy, choose
 from kvboost_rag.repair.deviation import DeviationProbe
 
@@ -57,11 +57,11 @@ class QueryRepair(RepairStrategy):
         layers = context.buffer.layout.num_layers
         mass = AttentionMass(layers // 3, len(context.question_rows), len(context.token_ids))
         if self.weight != "deviation":
-            row_forward(context.model, context.buffer, context.token_ids, RowPlan(context.fresh_rows, observer=mass))
+            observe_rows(context.model, context.buffer, context.token_ids, RowPlan(context.fresh_rows, observer=mass))
             return mass.total, None
         probe = _ProbeThenMass(min(self.probe_layer, layers - 2), context, mass)
         rows = context.with_fresh(context.document_rows)
-        row_forward(context.model, context.buffer, context.token_ids, RowPlan(rows, probe))
+        observe_rows(context.model, context.buffer, context.token_ids, RowPlan(rows, probe))
         if probe.deviation is None:
             raise RuntimeError(f"layer {probe.layer} was not seen")
         return mass.total, probe.deviation.cpu()[torch.isin(rows, context.document_rows)]
