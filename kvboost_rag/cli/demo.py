@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvboost_rag.engine import KVBoost
 
 QUESTIONS = (
-    "Which function pushes an item on a heap and then pops the smallest item?",
-    "What does shlex.quote return?",
+    "What is the difference between a shallow copy and a deep copy?",
+    "How can I read a password without echo?",
     "What does statistics.median do when the number of data points is even?",
 )
 
