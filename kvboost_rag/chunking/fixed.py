@@ -53,8 +53,9 @@ def cut_by_size(
 ) -> list[TextChunk]:
     """`text[start:end]` in pieces of at most `max_tokens` (a single character may exceed it)."""
     chunks = []
-    while (rest := trimmed(text, start, end)) is not None:
-        start, end = rest.start, rest.end
+    whole = trimmed(text, start, end)
+    start, end = (whole.start, whole.end) if whole else (end, end)
+    while start < end:
         full = _fitting_end(text, start, end, max_tokens, count_tokens)
         cut = full
         if full < end:
@@ -62,10 +63,10 @@ def cut_by_size(
             cut = _natural_end(text, start, floor, full)
             if count_tokens(text[start:cut].rstrip()) > max_tokens:
                 cut = full  # a shorter text rarely has more tokens, but it may
-        chunk = trimmed(text, start, cut)
-        if chunk is not None:
-            chunks.append(chunk)
+        chunks.append(TextChunk(text[start:cut].rstrip(), start, start + len(text[start:cut].rstrip())))
         start = cut
+        while start < end and text[start].isspace():
+            start += 1
     return chunks
 
 
