@@ -76,9 +76,11 @@ def test_delete_removes_from_every_tier(store: Store, make_entry: Make) -> None:
     assert not any(store.bytes_held.values())
 
 
-def test_a_view_is_stored_without_what_it_was_cut_from(store: Store, make_entry: Make) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_view_is_stored_without_what_it_was_cut_from(store: Store, make_entry: Make, transposed: bool) -> None:
     prompt = torch.arange(1_000_000, dtype=torch.float32)
-    view = prompt[10:30].view(4, 5).T
+    view = prompt[10:30].view(4, 5)
+    view = view.T if transposed else view
     entry = dataclasses.replace(make_entry(1), tensors={"keys": view, "same": view})
     assert store.put(entry)
     store.flush()

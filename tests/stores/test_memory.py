@@ -198,6 +198,7 @@ def test_writing_happens_off_the_callers_path_and_within_memorys_budget(tmp_path
     threading.Timer(0.2, gate.set).start()
     third = build_entry(3)  # both others wait to be written, so there is no room in memory: straight to disk
     assert store.put(third)
+    assert all(entry.key in memory for entry in entries)
     assert memory.bytes_held["memory"] <= 2 * NUM_BYTES
     store.flush()
     assert sorted(disk.keys()) == sorted(e.key for e in [*entries, third])

@@ -113,7 +113,13 @@ def test_a_forked_child_uses_a_connection_of_its_own(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 1_000_000)
     store.catalog.add_many([build_record(n) for n in (1, 2, 3)])
     store.put(build_entry(1))
-    child = forked(lambda: os._exit(0 if store.put(build_entry(2)) and len(store) == 2 else 3))
+    parents = store.catalog.database._connection
+
+    def work() -> None:
+        fine = store.put(build_entry(2)) and len(store) == 2
+        os._exit(0 if fine and store.catalog.database._connection is not parents else 3)
+
+    child = forked(work)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert store.put(build_entry(3))
     assert len(store) == 3
