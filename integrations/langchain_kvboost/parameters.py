@@ -65,9 +65,10 @@ class KVBoostParameters(BaseModel):
     encoding: EncodingConfig | None = Field(default=None, repr=False)
     """How chunks are encoded and kept (anchor, quantisation, …); see `EncodingConfig`."""
 
-    max_new_tokens: int = Field(
-        default=256, validation_alias=AliasChoices("max_new_tokens", "max_tokens", "max_completion_tokens")
+    max_new_tokens: int | None = Field(
+        default=None, validation_alias=AliasChoices("max_new_tokens", "max_tokens", "max_completion_tokens")
     )
+    """Default 256."""
     do_sample: bool | None = None
     temperature: float | None = None
     """Above 0 means sampling (unless `do_sample` says otherwise); unset or 0: greedy."""
@@ -198,8 +199,9 @@ class KVBoostParameters(BaseModel):
         temperature = kwargs.get("temperature", self.temperature)
         if temperature is not None:
             params["ls_temperature"] = temperature
-        tokens = kwargs.get("max_new_tokens") or kwargs.get("max_tokens") or self.max_new_tokens
-        params["ls_max_tokens"] = tokens
+        for tokens in (kwargs.get("max_new_tokens"), kwargs.get("max_tokens"), self.max_new_tokens):
+            if tokens is not None:
+                params.setdefault("ls_max_tokens", tokens)
         if stop or self.stop:
             params["ls_stop"] = stop or _as_list(self.stop)
         return params
@@ -270,7 +272,8 @@ def pipeline_arguments(source: Any) -> dict[str, Any]:
         return given if tokenizer is None else given | {"tokenizer": tokenizer}
     if not hasattr(source, "model") or not hasattr(source, "tokenizer"):
         raise TypeError(f"expected a transformers text-generation pipeline, got {type(source).__name__}")
-    settings = dict(getattr(source, "_forward_params", None) or {})
+    # Where transformers keeps them differs from version to version.
+    settings = {**(getattr(source, "_forward_params", None) or {}), **(getattr(source, "_generate_kwargs", None) or {})}
     return {"model": source.model, "tokenizer": source.tokenizer, "pipeline_kwargs": settings or None}
 
 

@@ -52,3 +52,22 @@ def llm(fresh: Any) -> Make:
         return KVBoostLLM(**({"model": fresh.model, "tokenizer": fresh.tokenizer} | defaults | fields))
 
     return make
+
+
+@pytest.fixture
+def saying(fresh: Any) -> Make:
+    """`saying(text)`: keywords of a call that make the model answer `text`, by allowing one token a step."""
+    tokenizer = fresh.tokenizer
+
+    def make(text: str) -> dict[str, Any]:
+        script = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        start: list[int] = []
+
+        def allowed(batch: int, input_ids: Any) -> list[int]:
+            if not start:
+                start.append(len(input_ids))
+            return [script[min(len(input_ids) - start[0], len(script) - 1)]]
+
+        return {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": len(script) + 1, "min_new_tokens": 1}
+
+    return make

@@ -1,0 +1,123 @@
+"""Tools reach the prompt, and what the model writes comes back as tool calls. The model is told what to say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"query": "naïve é", "limit": 2}}\n</tool_call>'
+
+
+@tool
+def look_up(query: str, limit: int = 3) -> str:
+    """Search the archive."""
+    return f"{limit} results for {query}"
+
+
+class Person(BaseModel):
+    """A person in a text."""
+
+    name: str = Field(description="full name")
+    born: int
+
+
+@pytest.mark.parametrize("path", ["invoke", "stream", "ainvoke", "astream"])
+def test_calls_come_back_on_every_path(chat: Any, saying: Any, path: str) -> None:
+    bound = chat().bind_tools([look_up])
+    answer = _ask(bound, path, **saying(f"Let me see. {CALL}"))
+    assert answer.text == "Let me see."
+    (call,) = answer.tool_calls
+    assert (call["name"], call["args"]) == ("look_up", {"query": "naïve é", "limit": 2})
+    assert call["id"]
+    assert not answer.invalid_tool_calls
+
+
+@pytest.mark.parametrize("path", ["invoke", "stream"])
+def test_broken_calls_are_invalid_calls(chat: Any, saying: Any, path: str) -> None:
+    bound = chat().bind_tools([look_up])
+    answer = _ask(bound, path, **saying('<tool_call>{"name": look_up}</tool_call>'))
+    assert not answer.tool_calls
+    assert len(answer.invalid_tool_calls) == 1
+    assert "look_up" in answer.invalid_tool_calls[0]["args"]
+
+
+def test_without_tools_the_text_stays_text(chat: Any, saying: Any) -> None:
+    answer = chat().invoke("hi", **saying(CALL))
+    assert answer.text == CALL
+    assert not answer.tool_calls
+
+
+def test_plain_answers_are_streamed_in_pieces_with_tools_bound(chat: Any, saying: Any) -> None:
+    text = "The store holds every document that was encoded."
+    chunks = list(chat().bind_tools([look_up]).stream("hi", **saying(text)))
+    assert "".join(c.text for c in chunks) == text
+    assert len(chunks) > 5
+
+
+def test_tools_are_in_the_prompt(chat: Any) -> None:
+    ours = chat()
+    count = ours.get_num_tokens_from_messages([HumanMessage("hi")])
+    with_tools = ours.get_num_tokens_from_messages([HumanMessage("hi")], tools=[look_up])
+    answer = ours.bind_tools([look_up]).invoke("hi")
+    assert answer.usage_metadata["input_tokens"] == with_tools > count + 20
+
+
+def test_tool_choice(chat: Any) -> None:
+    @tool
+    def other(x: int) -> int:
+        """Another one."""
+        return x
+
+    ours = chat()
+    names = lambda choice: [  # noqa: E731
+        t["function"]["name"] for t in ours.bind_tools([look_up, other], tool_choice=choice).kwargs["tools"]
+    ]
+    assert names(None) == names("any") == names("auto") == names(True) == ["look_up", "other"]
+    assert names("other") == names({"type": "function", "function": {"name": "other"}}) == ["other"]
+    assert names("none") == []
+    with pytest.raises(ValueError, match="none of the tools: look_up, other"):
+        names("third")
+
+
+@pytest.mark.parametrize("schema", [Person, Person.model_json_schema()])
+def test_structured_output(chat: Any, saying: Any, schema: Any) -> None:
+    call = json.dumps({"name": "Person", "arguments": {"name": "Ada Korr", "born": 1911}})
+    structured = chat(**saying(f"<tool_call>{call}</tool_call>")).with_structured_output(schema)
+    result = structured.invoke("Who built the light?")
+    assert (result if isinstance(result, dict) else result.model_dump()) == {"name": "Ada Korr", "born": 1911}
+
+
+def test_structured_output_that_fails_says_so(chat: Any, saying: Any) -> None:
+    raw = chat(**saying("I do not know.")).with_structured_output(Person, include_raw=True)
+    result = raw.invoke("Who?")
+    assert result["parsed"] is None
+    assert result["raw"].text == "I do not know."
+
+
+def test_a_whole_agent_loop(chat: Any, saying: Any) -> None:
+    """Call, result, answer: the second turn's prompt holds the call and what came of it."""
+    ours = chat()
+    first = ours.bind_tools([look_up]).invoke("Find Ada.", **saying(CALL))
+    result = look_up.invoke(first.tool_calls[0])
+    messages = [HumanMessage("Find Ada."), first, result]
+    final = ours.bind_tools([look_up]).invoke(messages, **saying("Found."))
+    assert final.text == "Found."
+    assert final.usage_metadata["input_tokens"] == ours.get_num_tokens_from_messages(messages, tools=[look_up])
+
+
+def _ask(runnable: Any, path: str, **call: Any) -> AIMessage:
+    async def collect() -> list[Any]:
+        return [chunk async for chunk in runnable.astream("hi", **call)]
+
+    if path == "invoke":
+        return runnable.invoke("hi", **call)
+    if path == "ainvoke":
+        return asyncio.run(runnable.ainvoke("hi", **call))
+    chunks = list(runnable.stream("hi", **call)) if path == "stream" else asyncio.run(collect())
+    return sum(chunks[1:], chunks[0])

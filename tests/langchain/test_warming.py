@@ -1,0 +1,289 @@
+"""Warmer, vector store, retriever and handler: what they warm, what they evict, and that documents stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from corpus_texts import document, prompt
+from langchain_classic.indexes import SQLRecordManager
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+from langchain_core.indexing import InMemoryRecordManager, index
+from langchain_core.prompts import PromptTemplate
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+from langchain_kvboost import KVBoostPrefetchHandler, KVBoostRetriever, KVBoostVectorStore, KVBoostWarmer
+
+TEXTS = [document(n, 2) for n in range(6)]
+DOCUMENTS = [Document(text, metadata={"source": f"s{n}"}, id=str(n)) for n, text in enumerate(TEXTS)]
+
+
+class Letters(Embeddings):
+    """Vectors of letter counts: similar texts are near each other, and the same text is always the same vector."""
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [[text.count(chr(c)) + 0.01 for c in range(48, 123)] for text in texts]
+
+    def embed_query(self, text: str) -> list[float]:
+        return self.embed_documents([text])[0]
+
+
+@pytest.fixture
+def model(llm: Callable[..., Any]) -> Any:
+    return llm(store="memory", neighbours=2)
+
+
+def _hits(model: Any, texts: list[str]) -> dict[str, int]:
+    info = model.generate([prompt(texts)]).generations[0][0].generation_info
+    return info["kvboost"]["hits"]
+
+
+def _known(model: Any) -> set[str]:
+    catalog = model.engine.store.catalog
+    return {record.text for record in catalog.get_many(catalog.hashes()).values()}
+
+
+def _held(model: Any) -> set[str]:
+    store = model.engine.store
+    found = store.catalog.get_many(list(store.keys()))
+    return {record.text for record in found.values()}
+
+
+# The warmer.
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("embeddings", [None, Letters()])
+def test_the_warmer_warms_and_hands_on(model: Any, embeddings: Any, asynchronous: bool) -> None:
+    before = copy.deepcopy(DOCUMENTS)
+    warmer = KVBoostWarmer(model, embeddings=embeddings)
+    if asynchronous:
+        after = asyncio.run(warmer.atransform_documents(DOCUMENTS))
+    else:
+        after = warmer.transform_documents(DOCUMENTS)
+    assert after is DOCUMENTS
+    assert before == DOCUMENTS
+    assert _held(model) == set(TEXTS)
+    assert _hits(model, TEXTS[::-1]) == {"approximate": 6}
+
+
+def test_the_warmer_chooses_similar_neighbours(model: Any) -> None:
+    texts = ["aaaa bbbb", "aaaa bbbb aaaa", "cccc dddd eeee", "cccc dddd eeee cccc", "aaaa bbbb bbbb"]
+    KVBoostWarmer(model, embeddings=Letters(), neighbours=1).transform_documents([Document(t) for t in texts])
+    library = model.engine.library
+    records = {t: library.register(t, "") for t in texts}
+    behind = {t: library.store.catalog.get_many(r.neighbours) for t, r in records.items()}
+    assert [r.text for r in behind["cccc dddd eeee"].values()] == ["cccc dddd eeee cccc"]
+    assert [r.text[:4] for r in behind["aaaa bbbb"].values()] == ["aaaa"]
+
+
+def test_warming_behind_a_splitter(model: Any) -> None:
+    long = Document(" ".join(TEXTS))
+    chunks = RecursiveCharacterTextSplitter(chunk_size=150, chunk_overlap=0).split_documents([long])
+    KVBoostWarmer(model).transform_documents(chunks)
+    texts = [chunk.page_content for chunk in chunks]
+    assert len(texts) > 3
+    assert _hits(model, texts) == {"approximate": len(texts)}
+
+
+def test_documents_that_cannot_be_chunks_are_passed_over(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    odd = [Document(""), DOCUMENTS[0], Document("  \n"), Document("long " * 4000)]
+    assert list(KVBoostWarmer(model, embeddings=Letters()).transform_documents(odd)) == odd
+    assert _held(model) == {TEXTS[0]}
+    assert "3 of 4 documents are empty or too long" in caplog.text
+    assert KVBoostWarmer(model).transform_documents([]) == []
+
+
+def test_a_document_prompt_is_part_of_the_chunk(model: Any) -> None:
+    header = PromptTemplate.from_template("Source: {source}\n{page_content}")
+    KVBoostWarmer(model, document_prompt=header).transform_documents(DOCUMENTS[:2])
+    assert _held(model) == {f"Source: s{n}\n{TEXTS[n]}" for n in (0, 1)}
+
+
+# The vector store.
+
+
+@pytest.fixture
+def store(model: Any) -> KVBoostVectorStore:
+    return KVBoostVectorStore(InMemoryVectorStore(Letters()), model)
+
+
+def test_adding_warms_behind_neighbours_and_deleting_evicts(model: Any, store: KVBoostVectorStore) -> None:
+    ids = store.add_documents(DOCUMENTS)
+    assert _held(model) == set(TEXTS)
+    assert _hits(model, TEXTS) == {"approximate": 6}
+    catalog = model.engine.store.catalog
+    neighbours = [len(r.neighbours) for r in catalog.get_many(catalog.hashes()).values()]
+    assert neighbours == [2] * 6
+    store.delete(ids[:2])
+    assert _known(model) == set(TEXTS[2:])
+    assert [d.id for d in store.get_by_ids(ids)] == ids[2:]
+
+
+def test_async_adding_and_deleting(model: Any, store: KVBoostVectorStore) -> None:
+    async def main() -> None:
+        ids = await store.aadd_documents(DOCUMENTS)
+        assert _held(model) == set(TEXTS)
+        await store.adelete(ids)
+
+    asyncio.run(main())
+    assert _known(model) == set()
+
+
+def test_a_text_with_two_ids_is_evicted_with_the_last(model: Any, store: KVBoostVectorStore) -> None:
+    store.add_texts([TEXTS[0], TEXTS[0], TEXTS[1]], ids=["a", "b", "c"])
+    store.delete(["a"])
+    assert _known(model) == {TEXTS[0], TEXTS[1]}
+    store.delete(["b"])
+    assert _known(model) == {TEXTS[1]}
+
+
+def test_a_changed_document_takes_the_place_of_the_old(model: Any, store: KVBoostVectorStore) -> None:
+    store.add_texts(TEXTS[:2], ids=["a", "b"])
+    store.add_texts([TEXTS[2]], ids=["a"])
+    assert _known(model) == {TEXTS[1], TEXTS[2]}
+    store.add_texts([TEXTS[1]], ids=["b"])  # the same again
+    assert _hits(model, [TEXTS[1], TEXTS[2]]) == {"approximate": 2}
+
+
+def test_two_stores_do_not_evict_each_others_documents(model: Any) -> None:
+    one, two = (KVBoostVectorStore(InMemoryVectorStore(Letters()), model) for _ in range(2))
+    one.add_texts(TEXTS[:1], ids=["a"])
+    two.add_texts(TEXTS[:1], ids=["a"])
+    one.delete(["a"])
+    assert _known(model) == {TEXTS[0]}
+
+
+@pytest.mark.parametrize("manager", ["memory", "sql"])
+def test_under_index_with_a_record_manager(model: Any, store: KVBoostVectorStore, manager: str) -> None:
+    if manager == "sql":
+        records: Any = SQLRecordManager("test", db_url="sqlite:///:memory:")
+    else:
+        records = InMemoryRecordManager("test")
+    records.create_schema()
+    encoded: list[int] = []
+    warm = model.engine.warm
+
+    def counting(texts: Any, **kwargs: Any) -> Any:
+        report = warm(texts, **kwargs)
+        encoded.append(report.num_encoded)
+        return report
+
+    model.engine.warm = counting
+
+    def run(documents: list[Document]) -> dict[str, int]:
+        return dict(index(documents, records, store, cleanup="full", source_id_key="source", key_encoder="blake2b"))
+
+    plain = [Document(d.page_content, metadata=d.metadata) for d in DOCUMENTS]
+    try:
+        assert run(plain[:2])["num_added"] == 2
+        assert run(plain[:2]) == {"num_added": 0, "num_updated": 0, "num_skipped": 2, "num_deleted": 0}
+        assert run(plain[1:3]) == {"num_added": 1, "num_updated": 0, "num_skipped": 1, "num_deleted": 1}
+    finally:
+        model.engine.warm = warm
+    assert encoded == [2, 1]
+    assert _known(model) == set(TEXTS[1:3])
+
+
+def test_a_store_in_trouble_does_not_stop_indexing(
+    model: Any, store: KVBoostVectorStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(model.engine, "warm", fail)
+    ids = store.add_documents(DOCUMENTS)
+    assert len(store.get_by_ids(ids)) == 6
+    assert "no space left" in caplog.text
+
+
+def test_a_store_that_cannot_search_leaves_chunks_without_neighbours(
+    model: Any, store: KVBoostVectorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(store.vectorstore, "similarity_search_by_vector", fail)
+    store.add_documents(DOCUMENTS)
+    assert _held(model) == set(TEXTS)
+
+
+def test_searching_is_the_wrapped_stores(store: KVBoostVectorStore) -> None:
+    store.add_documents(DOCUMENTS)
+    inner = store.vectorstore
+    assert store.similarity_search(TEXTS[3], k=2) == inner.similarity_search(TEXTS[3], k=2)
+    assert store.similarity_search_with_score(TEXTS[3], k=2) == inner.similarity_search_with_score(TEXTS[3], k=2)
+    assert store.max_marginal_relevance_search(TEXTS[3], k=2)
+    retriever = store.as_retriever(search_type="mmr", search_kwargs={"k": 2})
+    assert len(retriever.invoke(TEXTS[3])) == 2
+    assert store.embeddings is inner.embeddings
+    assert store.store is inner.store  # whatever else it has
+
+
+def test_from_texts_and_tenants(model: Any, fresh: Any) -> None:
+    store = KVBoostVectorStore.from_texts(TEXTS[:2], Letters(), ids=["a", "b"], llm=model, namespace="tenant-a")
+    assert model.engine.store.catalog.namespaces() == ("tenant-a",)
+    assert _hits(model, TEXTS[:2]) == {}
+    mine = model.generate([prompt(TEXTS[:2])], namespace="tenant-a").generations[0][0].generation_info
+    assert mine["kvboost"]["hits"] == {"approximate": 2}
+    store.delete(["a", "b"])
+    assert _known(model) == set()
+
+
+# The retriever and the handler.
+
+
+@pytest.fixture
+def retriever() -> Any:
+    inner = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
+    inner.add_documents(DOCUMENTS)
+    return inner.as_retriever(search_kwargs={"k": 3})
+
+
+def _is_announced(model: Any, texts: list[str]) -> bool:
+    """Known, so that a prompt without hints finds them, and not encoded before anybody asks."""
+    return _known(model) == set(texts) and not _held(model) and _hits(model, texts) == {"encoded": len(texts)}
+
+
+def test_the_retriever_announces_what_it_returns(model: Any, retriever: Any) -> None:
+    ours = KVBoostRetriever(retriever=retriever, llm=model)
+    found = ours.invoke("which?")
+    assert found == retriever.invoke("which?")
+    assert asyncio.run(ours.ainvoke("which?")) == found
+    assert _is_announced(model, [d.page_content for d in found])
+
+
+def test_canonical_order(model: Any, retriever: Any) -> None:
+    ours = KVBoostRetriever(retriever=retriever, llm=model, order="canonical", k=6)
+    orders = [ours.invoke(query) for query in ("a", "b", "c")]
+    assert orders[0] == orders[1] == orders[2]
+    assert sorted(d.id for d in orders[0]) == sorted(d.id for d in DOCUMENTS)
+    assert [r.id for r in retriever.invoke("a", k=6)] != [r.id for r in retriever.invoke("b", k=6)]
+
+
+def test_k_of_a_retriever_that_knows_none(model: Any) -> None:
+    from langchain_core.retrievers import BaseRetriever
+
+    class All(BaseRetriever):
+        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+            return DOCUMENTS
+
+    assert len(KVBoostRetriever(retriever=All(), llm=model, k=4).invoke("q")) == 4
+    assert len(KVBoostRetriever(retriever=All(), llm=model).invoke("q", None, k=2)) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_handler_announces_without_a_change_to_the_chain(model: Any, retriever: Any, asynchronous: bool) -> None:
+    config = {"callbacks": [KVBoostPrefetchHandler(model)]}
+    found = asyncio.run(retriever.ainvoke("which?", config)) if asynchronous else retriever.invoke("which?", config)
+    assert _is_announced(model, [d.page_content for d in found])
+
+
+def test_something_else_in_the_place_of_the_model() -> None:
+    with pytest.raises(TypeError, match="llm must be a ChatKVBoost"):
+        KVBoostWarmer("gpt2").transform_documents(DOCUMENTS)
