@@ -79,14 +79,16 @@ class Series:
         }
 
 
-def measure(contenders: Sequence[Contender], prompts: Sequence[RagPrompt]) -> dict[str, Series]:
+def measure(
+    contenders: Sequence[Contender], prompts: Sequence[RagPrompt], warm_up: RagPrompt | None = None
+) -> dict[str, Series]:
     """Rounds: each prompt goes through every contender before the next, so that drift hits all alike.
 
-    A contender that raises gets the message as its row and is left out from then on. Each is called once with the
-    first prompt before the clock counts.
+    A contender that raises gets the message as its row and is left out from then on. Each is called once with
+    `warm_up` (default: the first prompt) before the clock counts.
     """
     series = {c.name: Series(c.name) for c in contenders}
-    for number, prompt in enumerate([prompts[0], *prompts]):
+    for number, prompt in enumerate([warm_up or prompts[0], *prompts]):
         for contender in contenders:
             row = series[contender.name]
             if row.failure is not None:

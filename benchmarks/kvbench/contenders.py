@@ -14,6 +14,9 @@ from kvbench.texts import RagPrompt
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.prompt_tokens import PromptTokens
 
+FULL = "full prefill (reuse off)"
+"""What every ratio is of."""
+
 
 @dataclass(frozen=True)
 class FirstToken:
@@ -45,20 +48,39 @@ class Contender(ABC):
 
 
 class Ours(Contender):
-    """KVBoost with given options. `primed`: the very same prompt was answered before (for the exact path)."""
+    """KVBoost with given options.
 
-    def __init__(self, name: str, engine: KVBoost, primed: bool = False, **options: Any) -> None:
-        self.name, self.engine, self.primed, self.options = name, engine, primed, options
+    Args:
+        primed: the very same prompt was answered before (what the exact path is for).
+        cold: the documents were never seen, and are named in the call.
+        hint: the documents are named in the call, so that those not indexed are stored on the way.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: KVBoost,
+        *,
+        primed: bool = False,
+        cold: bool = False,
+        hint: bool = False,
+        **options: Any,
+    ) -> None:
+        self.name, self.engine, self.primed, self.cold = name, engine, primed, cold
+        self.hint, self.options = hint or cold, options
         self.device_type = engine.model.device.type
 
     def prepare(self, prompt: RagPrompt) -> None:
+        if self.cold and prompt.documents:
+            self.engine.evict(prompt.documents)
         if self.primed:
             self.first_token(prompt)
 
     def first_token(self, prompt: RagPrompt) -> FirstToken:
         text = prompt.text(self.engine.tokens)
         params = GenerationParams(max_new_tokens=1)
-        result = self.engine.generate(text, params=params, **self.options)
+        documents = prompt.documents if self.hint else None
+        result = self.engine.generate(text, documents=documents, params=params, **self.options)
         usage = result.usage
         return FirstToken(
             result.token_ids[0],
@@ -143,7 +165,7 @@ class PrefixByHand(Plain):
 def strategies(engine: KVBoost) -> list[Contender]:
     """Ours, the rows that every table has."""
     return [
-        Ours("full prefill (reuse off)", engine, reuse="off"),
+        Ours(FULL, engine, reuse="off"),
         Ours("none", engine, repair="none"),
         Ours("query 5 %", engine, repair="query", recompute_ratio=0.05),
         Ours("cacheblend 15 %", engine, repair="cacheblend", recompute_ratio=0.15),

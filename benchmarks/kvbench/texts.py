@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvboost_rag.chunking import FixedChunker
@@ -38,18 +36,30 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class RagPrompt:
-    """A question over documents, in the order in which they stand in the prompt."""
+    """A question over documents, in the order in which they stand in the prompt.
+
+    `history`: earlier turns as (role, content); their documents are among `documents` too.
+    """
 
     question: str
     documents: tuple[str, ...]
+    system: str = SYSTEM
+    history: tuple[tuple[str, str], ...] = ()
 
-    def messages(self, system: str = SYSTEM) -> list[dict[str, str]]:
-        body = "\n\n".join([TASK, *self.documents, f"Question: {self.question}\nAnswer with a short phrase."])
-        return [{"role": "system", "content": system}, {"role": "user", "content": body}]
+    def messages(self) -> list[dict[str, str]]:
+        earlier = [{"role": role, "content": content} for role, content in self.history]
+        return [{"role": "system", "content": self.system}, *earlier, {"role": "user", "content": self.asked}]
 
-    def text(self, tokens: PromptTokens, system: str = SYSTEM) -> str:
+    @property
+    def asked(self) -> str:
+        """The last user message."""
+        told = "\n\n".join(content for _, content in self.history)
+        fresh = [document for document in self.documents if document not in told]
+        return "\n\n".join([TASK, *fresh, f"Question: {self.question}\nAnswer with a short phrase."])
+
+    def text(self, tokens: PromptTokens) -> str:
         """The prompt as every contender gets it: rendered by the chat template."""
-        return tokens.render(self.messages(system))
+        return tokens.render(self.messages())
 
 
 def pydoc_documents(tokens: PromptTokens, num_documents: int, chunk_tokens: int = 256) -> list[str]:
@@ -67,12 +77,3 @@ def pydoc_documents(tokens: PromptTokens, num_documents: int, chunk_tokens: int 
         if len(chunks) >= num_documents:
             return list(chunks)[:num_documents]
     raise ValueError(f"the reference texts hold {len(chunks)} chunks of {chunk_tokens} tokens, {num_documents} wanted")
-
-
-def shuffled_prompts(documents: Sequence[str], count: int, seed: int = 0) -> list[RagPrompt]:
-    """Prompts over the same documents, each in another order and with another question."""
-    random_ = random.Random(seed)
-    return [
-        RagPrompt(QUESTIONS[i % len(QUESTIONS)], tuple(random_.sample(list(documents), len(documents))))
-        for i in range(count)
-    ]
