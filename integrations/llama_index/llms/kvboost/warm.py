@@ -163,9 +163,6 @@ class KVWarm(TransformComponent):
                 "nodes that the pipeline returns: KVWarm(llm=llm)(nodes)"
             )
 
-    def __copy__(self) -> KVWarm:
-        return self.model_copy()
-
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> KVWarm:
         return self.model_copy()
 

@@ -1,0 +1,162 @@
+"""KVWarm in pipelines: what it warms, the pipeline's cache, upserts and deletes, neighbours, worker processes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index_kvboost.helpers import TEXTS, MakeLLM, WordEmbedding, documents
+
+from kvboost_rag import KVBoost
+from llama_index.llms.kvboost import KVBoostLLM, KVWarm
+
+SPLITTER = SentenceSplitter(chunk_size=512, chunk_overlap=0)
+
+
+def known(llm: KVBoostLLM) -> set[str]:
+    """Texts that the model would recognise in a prompt."""
+    texts = llm.engine.library.known_texts("")
+    return {text for text in [*TEXTS, "Changed text of a document that was edited."] if texts.key_of(text)}
+
+
+def test_warms_what_synthesizers_write_and_returns_the_nodes(llm: KVBoostLLM) -> None:
+    warm = KVWarm(llm=llm)
+    nodes = SPLITTER(documents(metadata=True))
+    before = copy.deepcopy(nodes)
+    assert warm(nodes) == before
+    assert warm.report.num_encoded == len(TEXTS)
+    for node in nodes:
+        text = node.get_content(metadata_mode=MetadataMode.LLM)
+        assert text.startswith("file_name: ")
+        assert llm.engine.library.known_texts("").key_of(text)
+    assert known(llm) == set(TEXTS)
+    warm(nodes)
+    assert (warm.report.num_encoded, warm.report.num_already_stored) == (0, len(TEXTS))
+
+
+async def test_works_in_async_pipelines_and_indexes(llm: KVBoostLLM) -> None:
+    await IngestionPipeline(transformations=[SPLITTER, KVWarm(llm=llm)]).arun(documents=documents())
+    assert len(llm.engine.store) == len(TEXTS)
+    index = VectorStoreIndex.from_documents(documents()[:1], transformations=[SPLITTER, KVWarm(llm=llm)])
+    index.insert(Document(text="Changed text of a document that was edited."))
+    assert len(llm.engine.store) == len(TEXTS) + 1
+
+
+def test_the_pipelines_cache_skips_what_is_warm_and_nothing_else(llm: KVBoostLLM, make_llm: MakeLLM) -> None:
+    warm = KVWarm(llm=llm)
+    pipeline = IngestionPipeline(transformations=[SPLITTER, warm])
+    pipeline.run(documents=documents())
+    first = warm.report
+    pipeline.run(documents=documents())
+    assert warm.report is first
+    other = KVWarm(llm=make_llm())
+    pipeline.transformations = [SPLITTER, other]
+    pipeline.run(documents=documents())
+    assert other.report is not None
+    assert other.report.num_encoded == len(TEXTS)
+
+
+def test_a_store_that_was_deleted_is_warmed_again(tiny_loaded: Any, make_llm: MakeLLM, tmp_path: Any) -> None:
+    import shutil
+
+    pipeline = IngestionPipeline(transformations=[SPLITTER])
+    for _ in range(2):
+        with KVBoost(tiny_loaded, store=tmp_path / "store") as engine:
+            warm = KVWarm(llm=make_llm(engine=engine))
+            pipeline.transformations = [SPLITTER, warm]
+            pipeline.run(documents=documents())
+            assert warm.report is not None
+            assert warm.report.num_encoded == len(TEXTS)
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "placeholder").touch()  # takes the freed inode
+
+
+def test_upserts_and_deletes_forget_old_chunks(llm: KVBoostLLM) -> None:
+    docstore = SimpleDocumentStore()
+    pipeline = IngestionPipeline(
+        transformations=[SPLITTER, WordEmbedding(), KVWarm(llm=llm, docstore=docstore)],
+        docstore=docstore,
+        vector_store=SimpleVectorStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+    )
+    pipeline.run(documents=documents())
+    assert known(llm) == set(TEXTS)
+    edited = documents()
+    edited[0] = Document(text="Changed text of a document that was edited.", id_="doc-0")
+    pipeline.run(documents=edited)
+    assert known(llm) == {"Changed text of a document that was edited.", *TEXTS[1:]}
+    for left in ([1, 2], [1], [1, 2], [1]):  # with and without anything new to warm, more than once
+        pipeline.run(documents=[edited[i] for i in left])
+        assert known(llm) == {TEXTS[i] for i in left}
+
+
+def test_documents_can_be_deleted_by_id_or_by_what_a_docstore_holds(llm: KVBoostLLM) -> None:
+    warm = KVWarm(llm=llm)
+    index = VectorStoreIndex.from_documents(documents(), transformations=[SPLITTER, warm])
+    assert warm.delete("doc-3") == 1
+    assert known(llm) == set(TEXTS[:3])
+    index.delete_ref_doc("doc-0", delete_from_docstore=True)
+    assert warm.sync(index.docstore) == 1
+    assert known(llm) == set(TEXTS[1:3])
+    assert warm.delete(["doc-0", "never-seen"]) == 0
+
+
+def test_text_shared_by_documents_stays_until_the_last_is_gone(llm: KVBoostLLM) -> None:
+    warm = KVWarm(llm=llm)
+    warm(SPLITTER([Document(text=TEXTS[0], id_="a"), Document(text=TEXTS[0], id_="b")]))
+    assert warm.delete("a") == 0
+    assert known(llm) == {TEXTS[0]}
+    assert warm.delete("b") == 1
+    assert known(llm) == set()
+
+
+def test_collections_and_other_sources_are_left_alone(llm: KVBoostLLM) -> None:
+    engine = llm.engine
+    report = engine.warm([TEXTS[2]])
+    engine.store.catalog.link(engine.library.fingerprint, "", "notes.txt", report.content_hashes)
+    one, two = KVWarm(llm=llm, collection="one"), KVWarm(llm=llm, collection="two")
+    one(SPLITTER(documents()[:1]))
+    two(SPLITTER(documents()[1:2]))
+    assert one.sync(SimpleDocumentStore()) == 1
+    assert known(llm) == set(TEXTS[1:3])
+
+
+def test_neighbours_come_from_embeddings(llm: KVBoostLLM) -> None:
+    texts = [f"apples pears plums fruit basket number {n}" for n in range(3)] + ["screws nails bolts box"]
+    warm = KVWarm(llm=llm.model_copy(update={"neighbours": 2}))
+    warm(WordEmbedding()([TextNode(text=text) for text in texts]))
+    catalog = llm.engine.store.catalog
+    record = llm.engine.library.register(texts[0], "")
+    assert {r.text for r in catalog.get_many(record.neighbours).values()} == set(texts[1:3])
+    # A later node finds earlier ones, and those keep what they are encoded behind.
+    warm(WordEmbedding()([TextNode(text=text) for text in [texts[0], "apples pears plums fruit basket"]]))
+    assert warm.report.num_already_stored == 1
+    assert llm.engine.library.register(texts[0], "") == record
+    later = llm.engine.library.register("apples pears plums fruit basket", "")
+    assert len(later.neighbours) == 2
+
+
+def test_without_embeddings_chunks_are_encoded_alone(llm: KVBoostLLM) -> None:
+    KVWarm(llm=llm)([TextNode(text=text) for text in TEXTS])
+    assert {llm.engine.library.register(text, "").neighbours for text in TEXTS} == {()}
+
+
+def test_nodes_that_cannot_be_chunks_are_passed_over(llm: KVBoostLLM, caplog: pytest.LogCaptureFixture) -> None:
+    warm = KVWarm(llm=llm)
+    warm([TextNode(text=" "), TextNode(text=" ".join(TEXTS) * 40, id_="too-long"), TextNode(text=TEXTS[0])])
+    assert warm.report.num_chunks == 1
+    assert "too-long" in caplog.text
+    assert warm([]) == []
+
+
+def test_worker_processes_are_refused(llm: KVBoostLLM) -> None:
+    pipeline = IngestionPipeline(transformations=[SPLITTER, KVWarm(llm=llm)])
+    with pytest.raises(RuntimeError, match="num_workers"):
+        pipeline.run(documents=documents(), num_workers=2)
