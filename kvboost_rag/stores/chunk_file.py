@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from kvboost_rag.datamodels import ChunkRecord, StoreEntry
 
 FORMAT = "kvboost-rag chunk"
-FORMAT_VERSION = 2
-EARLIER_VERSIONS = ("1",)
+FORMAT_VERSION = 3
+EARLIER_VERSIONS = ("1", "2")
 USELESS = ("corrupt", "truncated", "swapped", "outdated")
 """Reasons for which a file can only be removed. Foreign, later and unsigned files are left alone."""
 SECRET_VARIABLE = "KVBOOST_STORE_SECRET"
@@ -85,7 +85,7 @@ def dump(
         "token_ids": entry.token_ids,
         "context_hash": entry.context_hash,
         "meta": dict(entry.meta),
-        "created": created,
+        "created_ms": round(created * 1000),  # as many digits always, so that the same entry takes the same bytes
     }
     if record is not None:
         header["record"] = {
@@ -182,7 +182,7 @@ def _parse(header: dict[str, Any]) -> ChunkHeader:
         meta=dict(header["meta"]),
         record=record,
         neighbour_tokens=neighbour_tokens,
-        created=float(header["created"]),
+        created=header["created_ms"] / 1000,
     )
 
 

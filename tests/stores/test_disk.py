@@ -69,11 +69,11 @@ def a_safetensors_file_of_someone_else(data: bytes) -> bytes:
 
 
 def a_later_version(data: bytes) -> bytes:
-    return data.replace(b'"format_version":"2"', b'"format_version":"9"')
+    return data.replace(b'"format_version":"3"', b'"format_version":"9"')
 
 
 def an_earlier_version(data: bytes) -> bytes:
-    return data.replace(b'"format_version":"2"', b'"format_version":"1"')
+    return data.replace(b'"format_version":"3"', b'"format_version":"1"')
 
 
 REMOVED = [
@@ -358,6 +358,11 @@ def test_a_file_holds_no_pickle_and_tells_what_it_is(tmp_path: Path) -> None:
     assert metadata["format"] == "kvboost-rag chunk"
     assert (header["key"], header["namespace"], header["fingerprint"]) == (entry.key, "t", FINGERPRINT)
     assert tuple(header["token_ids"]) == entry.token_ids
+
+
+def test_the_same_entry_always_takes_the_same_bytes() -> None:
+    times = (1_800_000_000.0, 1_800_000_000.1, 1_800_000_000.123456, 2_000_000_000.999)
+    assert len({len(chunk_file.dump(build_entry(1), created=time)) for time in times}) == 1
 
 
 def test_a_forged_seal_in_the_text_is_not_taken_for_the_seal(tmp_path: Path) -> None:
