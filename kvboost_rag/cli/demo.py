@@ -28,7 +28,7 @@ QUESTIONS = (
 )
 
 
-COLUMNS = ("", "prompt", "reused", "recomp.", "prefill", "full", "reuse", "faster", "same tokens")
+COLUMNS = ("", "prompt", "reused", "recomp.", "prefill", "full", "reuse", "faster", "same")
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ def demo(
     console.print()
     console.print(comparison_table(comparisons))
     console.print(
-        "full, reuse: seconds from the call with the prompt text to the first token (TTFT); lookup, loading from\n"
-        "disk, realigning, repair and prefill of the question included. One measurement each, on this machine.\n"
+        "full, reuse: time from the call with the prompt text to the first token (TTFT); lookup, loading "
+        "from disk, realigning, repair and prefill of the question included. One measurement each, on this "
+        "machine. same: whether both answers have the same tokens, or how many at the start do. "
         f"The demo took {seconds_text(time.perf_counter() - start)}.",
         highlight=False,
     )
@@ -145,7 +146,7 @@ def answers(comparison: Comparison) -> list[tuple[str, GenerationResult]]:
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """One line a question."""
-    table = Table(title="full prefill against reuse, same run", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title="full prefill against reuse, same run", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for number, one in enumerate(comparisons, 1):
@@ -159,6 +160,6 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             f"{one.full.ttft_ms / 1000:.2f} s",
             f"{one.reuse.ttft_ms / 1000:.2f} s",
             f"{one.full.ttft_ms / one.reuse.ttft_ms:.1f} x" if one.reuse.ttft_ms else "",
-            "yes" if one.agrees else f"first {one.num_agreeing_tokens} of {len(one.full.token_ids)}",
+            "yes" if one.agrees else f"{one.num_agreeing_tokens}/{len(one.full.token_ids)}",
         )
     return table
