@@ -182,7 +182,8 @@ class KVBoost:
             logger.warning("nothing was warmed: %s", self.probe.reason)
             return WarmReport(len(texts), 0, 0, len(texts), 0, 0, 0, 0.0)
         records = register_documents(self.library, texts, neighbours, tenant)
-        return self._worker.submit(lambda: warm(self.library, records, progress)).result()
+        # Chunk by chunk, so that requests are served in between.
+        return warm(self.library, records, progress, run=lambda step: self._worker.submit(step).result())
 
     def register(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Make documents known without encoding them: each is encoded when it first stands in a prompt.

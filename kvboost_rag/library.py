@@ -42,6 +42,7 @@ class ChunkIdentity:
         anchor_ids, separator_ids: parts of every encoding context.
         max_positions: longest prompt that can be reused, or None.
         quantization: codec of stored KV.
+        batch_size: chunks encoded in one forward.
     """
 
     fingerprint: str
@@ -49,6 +50,7 @@ class ChunkIdentity:
     separator_ids: tuple[int, ...] = ()
     max_positions: int | None = None
     quantization: str = "none"
+    batch_size: int = 1
 
     @classmethod
     def of(
@@ -59,7 +61,7 @@ class ChunkIdentity:
         if encoding.anchor:
             anchor = tokens.default_anchor_ids(None if encoding.anchor == "auto" else encoding.anchor)
         separator = tokens.document_ids(encoding.separator) if encoding.separator else ()
-        return cls(fingerprint, anchor, separator, max_positions, encoding.quantization)
+        return cls(fingerprint, anchor, separator, max_positions, encoding.quantization, encoding.batch_size)
 
 
 @dataclass
@@ -179,6 +181,16 @@ class ChunkLibrary:
             raise RuntimeError("this model's KV cannot be reused, so its chunks are not encoded")
         job, check = self.check(record)
         return self.keep(record, self.encoder.encode(job), job, check)
+
+    def encode_many(self, records: Sequence[ChunkRecord]) -> list[FetchedChunk]:
+        """`encode` for several chunks, in one forward where there is more than one."""
+        if self.encoder is None or len(records) < 2:
+            return [self.encode(record) for record in records]
+        checks = [self.check(record) for record in records]
+        encoded = self.encoder.encode_batch([job for job, _ in checks])
+        return [
+            self.keep(record, kv, job, check) for record, kv, (job, check) in zip(records, encoded, checks, strict=True)
+        ]
 
     def keep(self, record: ChunkRecord, kv: ChunkKV, job: EncodingJob, check: EntryCheck) -> FetchedChunk:
         """Put freshly encoded KV into the store; a store that cannot keep it costs the next call another encoding."""

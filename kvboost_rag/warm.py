@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvboost_rag.datamodels import ChunkRecord, WarmReport
 from kvboost_rag.library import ChunkLibrary
@@ -102,24 +103,27 @@ def warm(
     records: Sequence[ChunkRecord],
     progress: Callable[[WarmProgress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    run: Callable[[Callable[[], None]], None] = lambda step: step(),
 ) -> WarmReport:
     """Encode the chunks that are not stored yet. Idempotent and resumable: what is stored is left alone.
 
     Args:
         records: registered chunks.
-        progress: called after each chunk.
-        stop: asked before each chunk; True ends the job early (what is done stays).
+        progress: called after each batch (a batch is one chunk, unless the library encodes several in one forward).
+        stop: asked before each batch; True ends the job early (what is done stays).
+        run: runs one batch, for example in an engine's worker, where requests may come in between.
     """
     distinct = list({r.content_hash: r for r in records}.values())
     num_tokens = sum(len(r.token_ids) for r in distinct)
-    tally = _Tally()
-    for done, record in enumerate(distinct, 1):
+    tally, size = _Tally(), library.identity.batch_size
+    for start in range(0, len(distinct), size):
         if stop():
             break
-        _warm_one(library, record, tally)
-        tally.tokens += len(record.token_ids)
+        batch = distinct[start : start + size]
+        run(partial(_warm_batch, library, batch, tally))
+        tally.tokens += sum(len(r.token_ids) for r in batch)
         if progress is not None:
-            seconds = time.perf_counter() - tally.start
+            done, seconds = start + len(batch), time.perf_counter() - tally.start
             progress(WarmProgress(done, len(distinct), tally.tokens, num_tokens, tally.encoded_tokens, seconds))
     library.store.flush()
     return WarmReport(
@@ -135,12 +139,11 @@ def warm(
     )
 
 
-def _warm_one(library: ChunkLibrary, record: ChunkRecord, tally: _Tally) -> None:
-    if record.content_hash in library.store and library.load(record) is not None:
-        tally.stored += 1
-        return
-    fetched = library.encode(record)
-    tally.encoded += fetched.kept
-    tally.failed += not fetched.kept
-    tally.encoded_tokens += fetched.encoded_tokens
-    tally.num_bytes += fetched.num_bytes
+def _warm_batch(library: ChunkLibrary, batch: Sequence[ChunkRecord], tally: _Tally) -> None:
+    missing = [r for r in batch if r.content_hash not in library.store or library.load(r) is None]
+    tally.stored += len(batch) - len(missing)
+    for fetched in library.encode_many(missing):
+        tally.encoded += fetched.kept
+        tally.failed += not fetched.kept
+        tally.encoded_tokens += fetched.encoded_tokens
+        tally.num_bytes += fetched.num_bytes
