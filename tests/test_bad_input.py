@@ -35,7 +35,7 @@ def engine(tiny_model: Any) -> Iterator[KVBoost]:
         (None, TypeError, "NoneType"),
         (7, TypeError, "int"),
         ([], ValueError, "message"),
-        (["just text"], TypeError, "str"),
+        (["just text"], TypeError, "must be a mapping"),
     ],
 )
 def test_prompts_that_are_none(engine: KVBoost, text: Any, error: Any, says: str) -> None:
@@ -91,7 +91,7 @@ def test_bad_options_name_themselves(engine: KVBoost, options: dict[str, Any]) -
 
 
 def test_an_unknown_option_lists_the_known_ones(engine: KVBoost) -> None:
-    with pytest.raises(ConfigError, match="recompute_ratoi.*recompute_ratio"):
+    with pytest.raises(ConfigError, match=r"recompute_ratoi.*recompute_ratio"):
         engine.generate("A question?", params=FOUR, recompute_ratoi=0.1)
 
 
