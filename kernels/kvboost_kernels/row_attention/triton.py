@@ -65,7 +65,7 @@ def attend_kernel(
     if sinks is not None:  # only where there is one split; otherwise the merge applies them
         sink = tl.load(sinks + head, mask=live, other=float("-inf")).to(tl.float32) * LOG2E
         count += tl.exp2(sink - shift)
-    step = tl.arange(0, BLOCK_V)
+    step = tl.arange(0, BLOCK_V).to(tl.int64)
     place = out + split.to(tl.int64) * o_s + (head * o_h + row * o_r)[:, None] + step[None, :]
     result = (acc / count[:, None]).to(out.dtype.element_ty)
     tl.store(place, result, mask=live[:, None] & (step < VALUE_DIM)[None, :])
@@ -93,7 +93,7 @@ def merge_kernel(
         tl.store(mean + one, tl.sum(weight * tl.load(part_mean + each, mask=known, other=0.0), 0) / count)
     if sinks is not None:
         count += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - top)
-    step = tl.arange(0, BLOCK_V)
+    step = tl.arange(0, BLOCK_V).to(tl.int64)
     at = (split * p_s + head * p_h + row * p_r)[:, None] + step[None, :]
     part = tl.load(parts + at, mask=known[:, None] & (step < VALUE_DIM)[None, :], other=0.0)
     result = (tl.sum(part * weight[:, None], 0) / count).to(out.dtype.element_ty)
@@ -132,4 +132,4 @@ def mass_kernel(
             larger = finite_or_zero(tl.maximum(norm, sink))
             norm = larger + tl.log2(tl.exp2(norm - larger) + tl.exp2(sink - larger))
         found += tl.sum(tl.exp2(s - finite_or_zero(norm)[:, None]), 0)
-    tl.store(mass + kv_head * kv_len + column, found, mask=inside)
+    tl.store(mass + kv_head * kv_len + wide, found, mask=inside)
