@@ -1,0 +1,82 @@
+"""The promises on the bundled real model with real text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.corpus import pydoc_corpus
+from kvboost_rag.datamodels import HitKind, SegmentKind
+
+pytestmark = pytest.mark.model
+QUESTION = "Which function gives the median, and what does it do with an even number of points?"
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Any) -> Iterator[KVBoost]:
+    with KVBoost(smollm2) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def documents(engine: KVBoost) -> list[str]:
+    """Ten pieces of the standard library's reference text, about 190 tokens each."""
+    ids = engine.tokens.document_ids(pydoc_corpus(["statistics"]).texts[0].text)
+    return [engine.tokens.decode(ids[i : i + 190]).strip() for i in range(0, 1900, 190)]
+
+
+def messages(documents: list[str]) -> list[dict[str, str]]:
+    content = "\n\n".join(["Answer from the documents.", *documents, QUESTION])
+    return [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": content}]
+
+
+def test_full_repair_is_full_prefill_on_two_thousand_tokens(engine: KVBoost, documents: list[str]) -> None:
+    prompt = messages(documents)
+    engine.warm(documents)
+    full = engine.logits(prompt, repair="full", strict=True)
+    plain = engine.logits(prompt, reuse="off")
+    assert float((full - plain).abs().max()) < 1e-4
+    located = engine._locate(engine._request(prompt))
+    assert len(located.documents) == 10
+    assert len(located.token_ids) > 1900
+
+
+def test_cold_equals_warm_and_hits(engine: KVBoost, documents: list[str]) -> None:
+    prompt, params = messages(documents[:4]), GenerationParams(max_new_tokens=12)
+    engine.evict(documents)
+    cold = engine.generate(prompt, documents=documents[:4], params=params, strict=True)
+    warm = engine.generate(prompt, params=params, strict=True)
+    assert {s.hit for s in cold.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.ENCODED}
+    assert {s.hit for s in warm.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.APPROXIMATE}
+    assert cold.token_ids == warm.token_ids
+    options: dict[str, Any] = {"strict": True}
+    first = engine.logits(prompt, warm.token_ids, **options)
+    for key in list(engine.store.keys()):
+        engine.store.delete(key)
+    assert torch.equal(first, engine.logits(prompt, warm.token_ids, **options))
+
+
+def test_exact_reuse_continues_a_conversation(engine: KVBoost, documents: list[str]) -> None:
+    params = GenerationParams(max_new_tokens=8)
+    turns = messages(documents[:4])
+    first = engine.generate(turns, reuse="exact", params=params, strict=True)
+    turns = [*turns, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And the mode?"}]
+    second = engine.generate(turns, reuse="exact", params=params, strict=True)
+    assert second.usage.cached_tokens >= first.usage.input_tokens - engine.encoding.block_tokens
+    assert second.token_ids == engine.generate(turns, reuse="off", params=params).token_ids
+
+
+def test_repair_brings_the_first_token_closer_to_full_prefill(engine: KVBoost, documents: list[str]) -> None:
+    """Few rows help; measured on real text because random weights attend to nothing."""
+    prompt = messages(documents)
+    reference = engine.logits(prompt, reuse="off")[-1].log_softmax(-1)
+
+    def kl(**options: Any) -> float:
+        ours = engine.logits(prompt, strict=True, documents=documents, **options)[-1].log_softmax(-1)
+        return float((reference.exp() * (reference - ours)).sum())
+
+    assert kl(repair="query", recompute_ratio=0.15) < 0.7 * kl(repair="none")
