@@ -14,25 +14,22 @@ if TYPE_CHECKING:
 def load_gguf_model(path: Path, **load_options: Any) -> PreTrainedModel:
     """The model in the file at `path`, its weights unpacked unless `load_options` hold another `quantization_config`.
 
-    Packed weights need compiled kernels that most machines lack, and transformers then falls back with a warning.
+    Packed weights need compiled kernels that most machines lack. Asked to unpack, transformers also forgets that the
+    model was quantised, so that it can be saved and cast.
 
     Raises:
         ModelLoadError: the file is damaged, or its architecture is not known.
     """
     import transformers
 
-    # Releases before 5.16 know no `GgufConfig`: they always unpack.
+    # The oldest releases we accept know no `GgufConfig`: they always unpack.
     gguf_config = getattr(transformers, "GgufConfig", None)
     if "quantization_config" not in load_options and gguf_config is not None:
         load_options["quantization_config"] = gguf_config(dequantize=True)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **load_options)
+        return transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **load_options)
     except Exception as error:  # readers of the format raise whatever they meet
         raise ModelLoadError(f"cannot load {path}: {reason(error)}") from error
-    quantization = getattr(model.config, "quantization_config", None)
-    if quantization is None or getattr(quantization, "dequantize", True):
-        forget_quantization(model)
-    return model
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -43,14 +40,3 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:
         raise ModelLoadError(f"cannot load the tokenizer in {path}: {reason(error)}; pass tokenizer=") from error
-
-
-def forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the marks of quantisation from a model whose weights are all unpacked.
-
-    With them `save_pretrained` refuses, `to(dtype)` refuses, and loading the saved folder would look for the file.
-    """
-    model.hf_quantizer = None
-    for owner, name in ((model, "quantization_method"), (model.config, "quantization_config")):
-        if name in vars(owner):
-            delattr(owner, name)
