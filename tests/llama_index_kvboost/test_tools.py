@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
 from llama_index.core.base.llms.types import ToolCallBlock
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from llama_index_kvboost.helpers import USER, MakeLLM
+from llama_index_kvboost.helpers import MakeLLM
 
 from kvboost_rag import KVBoost
 from kvboost_rag.models.load import load_model
@@ -151,7 +151,10 @@ async def test_function_agent(tool_llm: KVBoostLLM, streaming: bool) -> None:
     )
 
 
-def test_a_model_without_tools_in_its_template_falls_back_to_react(make_llm: MakeLLM) -> None:
+async def test_a_model_without_tools_in_its_template_can_be_a_react_agent(make_llm: MakeLLM) -> None:
     llm = make_llm(max_new_tokens=100)
-    speak(llm, 'Thought: I add.\nAction: add\nAction Input: {"a": 2, "b": 3}')
-    assert llm.predict_and_call([ADD], USER[0]).response == "5"
+    thought = 'Thought: I add.\nAction: add\nAction Input: {"a": 2, "b": 3}'
+    says = speak(llm, thought, "Thought: I know.\nAnswer: It is 5.")
+    result = await ReActAgent(tools=[ADD], llm=llm).run("2 + 3?")
+    assert str(result) == "It is 5."
+    assert "Observation: 5" in says.prompts[1]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -64,8 +68,6 @@ def test_the_pipelines_cache_skips_what_is_warm_and_nothing_else(llm: KVBoostLLM
 
 
 def test_a_store_that_was_deleted_is_warmed_again(tiny_loaded: Any, make_llm: MakeLLM, tmp_path: Any) -> None:
-    import shutil
-
     pipeline = IngestionPipeline(transformations=[SPLITTER])
     for _ in range(2):
         with KVBoost(tiny_loaded, store=tmp_path / "store") as engine:
@@ -156,7 +158,24 @@ def test_nodes_that_cannot_be_chunks_are_passed_over(llm: KVBoostLLM, caplog: py
     assert warm([]) == []
 
 
-def test_worker_processes_are_refused(llm: KVBoostLLM) -> None:
-    pipeline = IngestionPipeline(transformations=[SPLITTER, KVWarm(llm=llm)])
-    with pytest.raises(RuntimeError, match="num_workers"):
-        pipeline.run(documents=documents(), num_workers=2)
+WORKER = """
+import pickle, sys
+warm = pickle.loads(bytes.fromhex(sys.stdin.read()))
+try:
+    warm([])
+except RuntimeError as error:
+    print(error)
+assert "torch" not in sys.modules
+"""
+
+
+def test_worker_processes_are_refused_before_they_load_anything(llm: KVBoostLLM) -> None:
+    script = f"import sys; sys.path[:0] = {sys.path!r}\n{WORKER}"
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        input=pickle.dumps(KVWarm(llm=llm)).hex(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "run the pipeline without num_workers" in found.stdout, found.stderr

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -75,9 +76,10 @@ class KVWarm(TransformComponent):
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Fields, and in `warmed_into` what the pipeline's cache has to tell apart: model, tenant, store, deletions."""
-        gone = self._gone(self.docstore) if self.docstore is not None else []
         engine = self.llm.engine
-        into = [engine.library.fingerprint, self._namespace, _store_identity(engine), gone]
+        into = [engine.library.fingerprint, self._namespace, _store_identity(engine)]
+        if self.docstore is not None and self._gone(self.docstore):
+            into.append(uuid.uuid4().hex)  # something is to be forgotten: this call must not be skipped
         return super().to_dict(**kwargs) | {"warmed_into": into}
 
     @classmethod

@@ -1,0 +1,170 @@
+"""Query and chat engines over a warmed index: documents are found in their prompts, and answers do not depend on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from llama_index.core import VectorStoreIndex
+from llama_index.core.query_engine import CitationQueryEngine, RouterQueryEngine, SubQuestionQueryEngine
+from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.selectors import LLMSingleSelector
+from llama_index.core.tools import QueryEngineTool
+from llama_index_kvboost.helpers import build_index
+
+from llama_index.llms.kvboost import KVBoostLLM
+
+QUESTION = "Which store holds 37 entries?"
+MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate"]
+
+
+class Recorder:
+    """Collects what reuse did in each request of an engine."""
+
+    def __init__(self, llm: KVBoostLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.results: list[Any] = []
+        original = llm.engine.stream
+
+        def stream(*args: Any, **kwargs: Any) -> Any:
+            for event in original(*args, **kwargs):
+                if event.result is not None:
+                    self.results.append(event.result)
+                yield event
+
+        monkeypatch.setattr(llm.engine, "stream", stream)
+
+    @property
+    def hits(self) -> int:
+        """Document segments that came out of the store."""
+        return sum(s.hit.value == "approximate" for r in self.results for s in r.segments)
+
+    @property
+    def documents(self) -> int:
+        return sum(s.kind.value == "document" for r in self.results for s in r.segments)
+
+
+def query_engine(index: VectorStoreIndex, llm: KVBoostLLM, **options: Any) -> Any:
+    return index.as_query_engine(llm=llm, similarity_top_k=3, **options)
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+@pytest.mark.parametrize("mode", MODES)
+def test_documents_are_reused_in_response_modes(
+    llm: KVBoostLLM, monkeypatch: pytest.MonkeyPatch, mode: str, chat: bool
+) -> None:
+    index = build_index(llm, metadata=True)
+    llm.is_chat_model = chat
+    plain = query_engine(index, llm.model_copy(update={"reuse": "off"}), response_mode=mode).query(QUESTION)
+    exact = query_engine(index, llm.model_copy(update={"repair": "full"}), response_mode=mode).query(QUESTION)
+    recorder = Recorder(llm, monkeypatch)
+    query_engine(index, llm, response_mode=mode).query(QUESTION)
+    assert str(exact) == str(plain)
+    assert recorder.hits == recorder.documents == 3
+    assert all(r.fallback_reason is None for r in recorder.results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_streams_and_async_calls_give_the_same_answer(llm: KVBoostLLM, mode: str) -> None:
+    index = build_index(llm)
+    whole = str(query_engine(index, llm, response_mode=mode).query(QUESTION))
+    assert str(await query_engine(index, llm, response_mode=mode).aquery(QUESTION)) == whole
+    if "accumulate" in mode:  # LlamaIndex does not stream these
+        return
+    streaming = query_engine(index, llm, response_mode=mode, streaming=True)
+    assert "".join(streaming.query(QUESTION).response_gen) == whole
+    asynchronous = await streaming.aquery(QUESTION)
+    assert "".join([piece async for piece in asynchronous.async_response_gen()]) == whole
+
+
+@pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
+async def test_chat_engines(llm: KVBoostLLM, monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+    index = build_index(llm, metadata=True)
+    recorder = Recorder(llm, monkeypatch)
+    answers = []
+    for kind in ("chat", "stream_chat", "achat", "astream_chat"):
+        engine: Any = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=3)
+        engine.chat("Hello")
+        call = getattr(engine, kind)(QUESTION)
+        response = await call if kind.startswith("a") else call
+        if kind == "astream_chat":
+            answers.append("".join([piece async for piece in response.async_response_gen()]))
+        else:
+            answers.append("".join(response.response_gen) if kind == "stream_chat" else str(response))
+    assert len(set(answers)) == 1
+    assert recorder.hits == recorder.documents == 2 * 4 * 3
+
+
+def test_citation_engine(llm: KVBoostLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = build_index(llm, metadata=True)
+    engine = CitationQueryEngine.from_args(index, llm=llm, similarity_top_k=3)
+    recorder = Recorder(llm, monkeypatch)
+    engine.query(QUESTION)
+    assert (recorder.documents, recorder.hits) == (3, 0)  # bare texts: known, encoded at their first use
+    engine.query(QUESTION)
+    assert (recorder.documents, recorder.hits) == (6, 3)
+
+
+class Scripted(KVBoostLLM):
+    """Answers side questions of chains from a script, everything else by the model."""
+
+    script: list[tuple[str, str]] = []
+
+    def predict(self, prompt: Any, **kwargs: Any) -> str:
+        text = prompt.format(llm=self, **kwargs)
+        return next((answer for mark, answer in self.script if mark in text), None) or super().predict(prompt, **kwargs)
+
+
+def scripted(llm: KVBoostLLM, *script: tuple[str, str]) -> Scripted:
+    return Scripted(engine=llm.engine, max_new_tokens=8, strict=True, script=list(script))
+
+
+def tools(index: VectorStoreIndex, llm: KVBoostLLM, names: Sequence[str]) -> list[QueryEngineTool]:
+    return [
+        QueryEngineTool.from_defaults(query_engine(index, llm), name=name, description=f"About {name}.")
+        for name in names
+    ]
+
+
+def test_router_engine(llm: KVBoostLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    choosing = scripted(llm, ("choices", json.dumps([{"choice": 2, "reason": "stores"}])))
+    index = build_index(llm)
+    router = RouterQueryEngine.from_defaults(
+        tools(index, choosing, ["fruit", "stores"]), llm=choosing, selector=LLMSingleSelector.from_defaults(choosing)
+    )
+    recorder = Recorder(llm, monkeypatch)
+    response = router.query(QUESTION)
+    assert response.metadata["selector_result"].ind == 1
+    assert recorder.hits == recorder.documents == 3
+    assert str(response) == str(query_engine(index, llm).query(QUESTION))
+
+
+@pytest.mark.parametrize("use_async", [True, False])
+def test_sub_question_engine(llm: KVBoostLLM, monkeypatch: pytest.MonkeyPatch, use_async: bool) -> None:
+    questions = [{"sub_question": f"Which {thing} is full?", "tool_name": "stores"} for thing in ("store", "index")]
+    asking = scripted(llm, ("<Tools>", "```json\n" + json.dumps({"items": questions}) + "\n```"))
+    index = build_index(llm)
+    engine = SubQuestionQueryEngine.from_defaults(
+        tools(index, asking, ["stores"]),
+        llm=asking,
+        question_gen=LLMQuestionGenerator.from_defaults(llm=asking),
+        use_async=use_async,
+        verbose=False,
+    )
+    recorder = Recorder(llm, monkeypatch)
+    response = engine.query("Which store and which index are full?")
+    assert len(response.source_nodes) >= 2
+    assert recorder.hits == recorder.documents == 2 * 3
+    assert len(recorder.results) == 3
+
+
+def test_rewritten_documents_are_prefilled_and_said_once(llm: KVBoostLLM, caplog: pytest.LogCaptureFixture) -> None:
+    index = build_index(llm, metadata=False)
+    with caplog.at_level(logging.INFO, "kvboost_rag"):
+        for _ in range(3):
+            response = query_engine(index, llm, response_mode="simple_summarize").query(QUESTION)
+            assert str(response)
+    assert sum("said once" in r.message for r in caplog.records) <= 1
+    assert llm.engine.stats().fallbacks == {}
