@@ -70,9 +70,9 @@ def quality(args: argparse.Namespace) -> None:
     for context in dict.fromkeys(context for context, _ in ROWS):
         with KVBoost.from_pretrained(args.model, dtype=args.dtype, store=MemoryStore(4 << 30)) as engine:
             num_tokens = {text: len(engine.tokens.document_ids(text)) for text in texts}
-            neighbours, cost[context] = contexts_of(
-                texts, num_tokens, len(engine.library.describe("x", "").anchor_ids)
-            )[context]
+            anchor = len(engine.library.describe("x", "").anchor_ids)
+            neighbours, cost = contexts_of(texts, num_tokens, anchor)[context]
+            results = defaultdict(list)
             for record in records[: args.questions]:
                 docs = [text.strip() for text in record["docs"]]
                 engine.warm(docs, neighbours=[neighbours[text] for text in docs])
