@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("llama_index.core")
 
 from llama_index.core import Settings
-from llama_index_kvboost.helpers import MakeLLM, WordEmbedding
-
 from llama_index.llms.kvboost import KVBoostLLM
+from llama_index_kvboost.helpers import MakeLLM, WordEmbedding
 
 if TYPE_CHECKING:
     from kvboost_rag.models.load import LoadedModel
+
 
 @pytest.fixture(scope="session")
 def tiny_loaded(tiny_model: Any) -> LoadedModel:

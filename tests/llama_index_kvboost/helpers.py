@@ -11,7 +11,6 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.llms import ChatMessage
 from llama_index.core.node_parser import SentenceSplitter
-
 from llama_index.llms.kvboost import KVBoostLLM, KVWarm
 
 MakeLLM = Callable[..., KVBoostLLM]

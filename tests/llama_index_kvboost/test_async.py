@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from llama_index.core.llms import ChatMessage
-from llama_index_kvboost.helpers import USER, MakeLLM
-
 from llama_index.llms.kvboost import KVBoostLLM
+from llama_index_kvboost.helpers import USER, MakeLLM
 
 
 async def ticks_during(work: Any) -> int:

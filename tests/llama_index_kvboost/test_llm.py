@@ -6,15 +6,16 @@ import json
 from typing import Any
 
 import pytest
+from llama_index.core.bridge.pydantic import Field
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.llms import ChatMessage
+from llama_index.llms.kvboost import KVBoostLLM
 from llama_index_kvboost.helpers import TEXTS, USER, MakeLLM
 
 from kvboost_rag.decode import ContextOverflowError
-from llama_index.llms.kvboost import KVBoostLLM
 
 PROMPT = "The store holds keys"
 
@@ -26,7 +27,10 @@ async def all_answers(llm: KVBoostLLM, **kwargs: Any) -> tuple[set[str], list[An
     streamed_chat = list(llm.stream_chat(USER, **kwargs))
     astreamed = [r async for r in await llm.astream_complete(chat_prompt, formatted=True, **kwargs)]
     astreamed_chat = [r async for r in await llm.astream_chat(USER, **kwargs)]
-    whole = [llm.complete(chat_prompt, formatted=True, **kwargs), await llm.acomplete(chat_prompt, formatted=True, **kwargs)]
+    whole = [
+        llm.complete(chat_prompt, formatted=True, **kwargs),
+        await llm.acomplete(chat_prompt, formatted=True, **kwargs),
+    ]
     whole += [llm.chat(USER, **kwargs), await llm.achat(USER, **kwargs)]
     streams = [streamed, streamed_chat, astreamed, astreamed_chat]
     texts = {"".join(r.delta for r in stream) for stream in streams}
@@ -193,7 +197,7 @@ def test_token_counts_are_the_models_own(make_llm: MakeLLM) -> None:
 class Seen(BaseEventHandler):
     """Collects events."""
 
-    events: list[Any] = []
+    events: list[Any] = Field(default_factory=list)
 
     def handle(self, event: Any, **kwargs: Any) -> None:
         self.events.append(event)

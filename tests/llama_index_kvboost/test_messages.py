@@ -12,9 +12,8 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 from llama_index.core.llms import ChatMessage
-from llama_index_kvboost.helpers import TEXTS, MakeLLM
-
 from llama_index.llms.kvboost.messages import template_messages
+from llama_index_kvboost.helpers import TEXTS, MakeLLM
 
 
 def test_roles_and_text_blocks() -> None:

@@ -11,9 +11,6 @@ from llama_index.core import VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, TextNode
-from llama_index_kvboost.helpers import TEXTS, MakeLLM, documents
-
-from kvboost_rag import KVBoost
 from llama_index.llms.kvboost import (
     KVBoostLLM,
     KVPrefetchEventHandler,
@@ -22,6 +19,9 @@ from llama_index.llms.kvboost import (
     KVWarm,
     prefetch,
 )
+from llama_index_kvboost.helpers import TEXTS, MakeLLM, documents
+
+from kvboost_rag import KVBoost
 
 NODES = [NodeWithScore(node=TextNode(text=text), score=1.0) for text in TEXTS]
 
@@ -43,14 +43,14 @@ def _await_reads(llm: KVBoostLLM) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_postprocessor_brings_chunks_into_memory(disk_llm: KVBoostLLM, asynchronous: bool) -> None:
     store = disk_llm.engine.store
-    assert {store.tier_of(key) for key in store.keys()} == {"disk"}
+    assert {store.tier_of(key) for key in sorted(store.keys())} == {"disk"}
     post = KVPrefetchPostprocessor(llm=disk_llm)
     if asynchronous:
         assert await post.apostprocess_nodes(NODES[:2], query_str="q") == NODES[:2]
     else:
         assert post.postprocess_nodes(NODES[:2], query_str="q") == NODES[:2]
     _await_reads(disk_llm)
-    assert [store.tier_of(key) for key in store.keys()].count("memory") == 2
+    assert [store.tier_of(key) for key in sorted(store.keys())].count("memory") == 2
 
 
 def test_unknown_nodes_become_known_and_are_kept_at_first_use(llm: KVBoostLLM) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.prompts import PromptTemplate
-from llama_index_kvboost.helpers import USER, MakeLLM
-
 from llama_index.llms.kvboost import KVBoostLLM, KVWarm
+from llama_index_kvboost.helpers import USER, MakeLLM
 
 FIELDS: dict[str, Any] = {
     "max_new_tokens": 5,

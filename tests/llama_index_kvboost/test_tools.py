@@ -12,11 +12,11 @@ from llama_index.core.base.llms.types import ToolCallBlock
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
+from llama_index.llms.kvboost import KVBoostLLM
 from llama_index_kvboost.helpers import MakeLLM
 
 from kvboost_rag import KVBoost
 from kvboost_rag.models.load import load_model
-from llama_index.llms.kvboost import KVBoostLLM
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -122,7 +122,7 @@ def test_tool_choice_narrows_what_is_offered(tool_llm: KVBoostLLM) -> None:
     tool_llm.chat_with_tools([ADD, other], "2 + 3?", tool_choice="auto")
     offered = [("add" in prompt, "other" in prompt) for prompt in says.prompts]
     assert offered == [(False, False), (True, False), (True, True)]
-    with pytest.raises(ValueError, match="nothing.*add, other"):
+    with pytest.raises(ValueError, match=r"nothing.*add, other"):
         tool_llm.chat_with_tools([ADD, other], "2 + 3?", tool_choice="nothing")
 
 

@@ -16,10 +16,10 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.llms.kvboost import KVBoostLLM, KVWarm
 from llama_index_kvboost.helpers import TEXTS, MakeLLM, WordEmbedding, documents
 
 from kvboost_rag import KVBoost
-from llama_index.llms.kvboost import KVBoostLLM, KVWarm
 
 SPLITTER = SentenceSplitter(chunk_size=512, chunk_overlap=0)
 

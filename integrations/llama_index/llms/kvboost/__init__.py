@@ -1,6 +1,5 @@
 """KVBoost-RAG for LlamaIndex. Part of the distribution `kvboost-rag`, whose version it carries."""
 
-from kvboost_rag import __version__
 from llama_index.llms.kvboost.base import KVBoostLLM
 from llama_index.llms.kvboost.prefetch import (
     KVPrefetchEventHandler,
@@ -9,6 +8,8 @@ from llama_index.llms.kvboost.prefetch import (
     prefetch,
 )
 from llama_index.llms.kvboost.warm import KVWarm
+
+from kvboost_rag import __version__
 
 __all__ = [
     "KVBoostLLM",

@@ -23,15 +23,15 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
+from llama_index.llms.kvboost.calls import REUSE_SETTINGS, Call, CallDefaults, ChatTemplate
+from llama_index.llms.kvboost.loading import engine_spec
+from llama_index.llms.kvboost.responses import chat_response, completion
+from llama_index.llms.kvboost.tools import ToolCalling
 
 from kvboost_rag.chat_template import supports_tools
 from kvboost_rag.config import GenerationParams, ReuseConfig
 from kvboost_rag.generation_kwargs import merge_params
 from kvboost_rag.registry import EngineSpec
-from llama_index.llms.kvboost.calls import REUSE_SETTINGS, Call, CallDefaults, ChatTemplate
-from llama_index.llms.kvboost.loading import engine_spec
-from llama_index.llms.kvboost.responses import chat_response, completion
-from llama_index.llms.kvboost.tools import ToolCalling
 
 logger = logging.getLogger(__name__)
 
@@ -174,9 +174,7 @@ class KVBoostLLM(ToolCalling, CustomLLM):
         return await self._completion_call(prompt, formatted, kwargs).aanswer(completion, self.model_name)
 
     @llm_completion_callback()
-    async def astream_complete(
-        self, prompt: str, formatted: bool = False, **kwargs: Any
-    ) -> CompletionResponseAsyncGen:
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`stream_complete` without blocking the event loop."""
         return self._completion_call(prompt, formatted, kwargs).astream(completion, self.model_name)
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.llms.kvboost.messages import cited_texts, template_messages
+from llama_index.llms.kvboost.nodes import node_texts
+from llama_index.llms.kvboost.responses import Collector, Make, Response, whole
 
 from kvboost_rag.aio import iterate
 from kvboost_rag.config import GenerationParams, ReuseConfig
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from kvboost_rag.generation_kwargs import merge_params
 from kvboost_rag.registry import EngineSpec
-from llama_index.llms.kvboost.messages import cited_texts, template_messages
-from llama_index.llms.kvboost.nodes import node_texts
-from llama_index.llms.kvboost.responses import Collector, Make, Response, whole
 
 REUSE_SETTINGS = ("reuse", "repair", "recompute_ratio", "namespace", "strict")
 """Fields of `ReuseConfig` that a model or a single call may set."""

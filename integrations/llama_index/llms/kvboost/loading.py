@@ -25,7 +25,7 @@ def engine_spec(llm: KVBoostLLM, model: Any, tokenizer: Any, engine: Any) -> Eng
     options: dict[str, Any] = {}
     if model is None:
         if not llm.model_name:
-            raise ValueError("no model: pass model_name= (hub id, folder, .gguf file, bundled:smollm2), model= or engine=")
+            raise ValueError("no model: pass model_name= (hub id, folder, .gguf file or bundled:…), model= or engine=")
         options = loading_options(**{"device_map": llm.device_map, "dtype": llm.dtype} | llm.model_kwargs)
     tokenizer = tokenizer or llm.tokenizer_name or None
     if model is not None and tokenizer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -96,9 +97,7 @@ def _tool_calls(message: ChatMessage) -> list[dict[str, Any]]:
 def _template_call(name: str, arguments: Any, call_id: str | None) -> dict[str, Any]:
     """Templates write the arguments themselves, so they get a mapping; text that is none stays text."""
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):
             arguments = json.loads(arguments)
-        except ValueError:
-            pass
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call | ({"id": call_id} if call_id else {})

@@ -41,14 +41,18 @@ class NodeNeighbours:
             self._texts[records[i].content_hash] = texts[i]
             self._num_tokens[records[i].content_hash] = len(records[i].token_ids)
         keys = [records[i].content_hash for i in embedded]
-        self._drop_forgotten(library, index, set(self._texts) - set(keys))
+        self._drop_forgotten(library, set(self._texts) - set(keys))
         chosen = choose_neighbours(index, keys, self._num_tokens, NeighbourRules(count=count))
-        return [self._context(library, records[i].content_hash, chosen) if i in records else [] for i in range(len(texts))]
+        return [
+            self._context(library, records[i].content_hash, chosen) if i in records else [] for i in range(len(texts))
+        ]
 
-    def _drop_forgotten(self, library: ChunkLibrary, index: VectorIndex, keys: set[str]) -> None:
+    def _drop_forgotten(self, library: ChunkLibrary, keys: set[str]) -> None:
         """Without this a deleted document would come back as somebody's neighbour."""
-        for key in keys - library.store.catalog.get_many(keys).keys():
-            index.remove([key])
+        forgotten = keys - library.store.catalog.get_many(keys).keys()
+        for index in self._indexes.values():
+            index.remove(forgotten)
+        for key in forgotten:
             del self._texts[key], self._num_tokens[key]
 
     def _context(self, library: ChunkLibrary, key: str, chosen: dict[str, tuple[str, ...]]) -> list[str]:

@@ -14,7 +14,6 @@ from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
-
 from llama_index.llms.kvboost.base import KVBoostLLM
 from llama_index.llms.kvboost.nodes import PROMPT_MODES, node_texts
 

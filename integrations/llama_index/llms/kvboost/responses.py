@@ -69,9 +69,7 @@ def whole(
     return make(parsed.text, None, parsed, raw_of(result, model_name))
 
 
-def completion(
-    text: str, delta: str | None, parsed: ParsedAnswer, raw: dict[str, Any] | None
-) -> CompletionResponse:
+def completion(text: str, delta: str | None, parsed: ParsedAnswer, raw: dict[str, Any] | None) -> CompletionResponse:
     """A `CompletionResponse`; there are no tools in completions."""
     return CompletionResponse(text=text, delta=delta, raw=raw)
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, field_validator
 from llama_index.core.schema import BaseNode, TransformComponent
-
-from kvboost_rag.datamodels import WarmReport
 from llama_index.llms.kvboost.base import KVBoostLLM
 from llama_index.llms.kvboost.node_neighbours import NodeNeighbours
 from llama_index.llms.kvboost.nodes import PROMPT_MODES, node_text, node_texts
+
+from kvboost_rag.datamodels import WarmReport
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,9 @@ class KVWarm(TransformComponent):
         library, chunks = self.llm.engine.library, defaultdict(list)
         for node in nodes:
             if node.ref_doc_id:
-                keys = [library.describe(text, self._namespace).content_hash for text in node_texts([node], PROMPT_MODES)]
+                keys = [
+                    library.describe(text, self._namespace).content_hash for text in node_texts([node], PROMPT_MODES)
+                ]
                 chunks[node.ref_doc_id].extend(keys)
         catalog = library.store.catalog
         for ref_doc_id, keys in chunks.items():
