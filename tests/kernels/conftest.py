@@ -33,7 +33,8 @@ def stored() -> Stored:
     """`stored(shape, dtype, kind)`: what a store may hold for a tensor `[layers, heads, tokens, dim]`.
 
     Kinds: `plain`, `strided` (token-major, and a slice), `int8` and `int4` with scales per channel over all tokens,
-    `int8 rows`, `int4 rows` with scales per token over 16 channels, `int4 blocks` over 7 tokens x 5 channels.
+    `int8 rows`, `int4 rows` with scales per token over 16 channels, `int4 blocks` over 7 tokens x 5 channels,
+    `int8 blocks` per channel over 37 tokens, which is more than a tile and not a multiple of one.
     """
 
     def make(shape: tuple[int, int, int, int], dtype: torch.dtype, kind: str) -> torch.Tensor | Quantised:
@@ -51,7 +52,7 @@ def stored() -> Stored:
         if kind.endswith("rows"):
             token_group, channel_group = 1, 16
         elif kind.endswith("blocks"):
-            token_group, channel_group = 7, 5
+            token_group, channel_group = (7, 5) if bits == 4 else (37, 1)
         groups = (layers, heads, -(-tokens // token_group), -(-dim // channel_group))
         codes = torch.randint(0, 256, (layers, heads, tokens, dim * bits // 8), dtype=torch.uint8)
         scales = torch.float16 if kind.endswith("rows") else torch.float32

@@ -8,7 +8,7 @@ import torch
 from kvboost_kernels.place_chunk import Chunk, place_chunk
 from kvboost_kernels.place_chunk.plan import plan
 
-KINDS = ["plain", "strided", "int8", "int4", "int8 rows", "int4 rows", "int4 blocks"]
+KINDS = ["plain", "strided", "int8", "int4", "int8 rows", "int4 rows", "int4 blocks", "int8 blocks"]
 ROTATIONS = {
     "none": None,
     "half, all": (64, "half", 0),
