@@ -23,9 +23,9 @@ format: ## Apply what `check` asks for, where it can be applied
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: ## Time to first token by full prefill and by reuse (BENCH_ARGS are handed on)
+bench: ## Speed and quality, and the pages about them. BENCH_ARGS=--quick for a look (under 15 minutes)
 	@scripts/setup.sh dev
-	$(BIN)/python benchmarks/ttft.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 setup: ## Only make .venv with everything
 	@scripts/setup.sh dev

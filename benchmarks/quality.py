@@ -7,7 +7,8 @@ usage: python benchmarks/quality.py --out FILE.jsonl [--files hotpotqa_60.json m
 Each line of the output is one prompt answered by one arm: KL(full ‖ ours) in nats at the first token and over full
 prefill's greedy answer, agreement, whether the greedy answers are identical, F1 and correctness of both answers, TTFT
 of both, tokens reused and recomputed. Lines that are there already are not measured again, so that a run can be
-stopped (or stops by itself after `--minutes`) and continued. `python benchmarks/report.py` renders the lines.
+stopped (or stops by itself after `--minutes`) and continued. `--show FILE.jsonl` prints a table of a file's lines,
+`python benchmarks/report.py` renders them.
 Question files are those of HotpotQA or MuSiQue reshaped: records with `question`, `docs`, `answers`, `support`.
 """
 
@@ -23,6 +24,8 @@ from kvbench.arms import ABLATIONS, MAIN, QUICK, Arm
 from kvbench.cases import Case, bugs, conversations, from_file, needles
 from kvbench.machine import this_machine
 from kvbench.runner import Runner
+from kvbench.summary import read_rows, summarise
+from kvbench.tables import plain_table
 
 DATASETS = ("hotpotqa", "musique", "needle", "bugs", "turns")
 
@@ -37,13 +40,22 @@ def make_cases(args: argparse.Namespace, runner: Runner) -> list[Case]:
         elif name == "bugs":
             groups.append(bugs(runner.count_tokens, args.cases))
         elif name == "turns":
-            groups.append(conversations(args.files[0], args.cases) if args.files else [])
-        elif name in files:
-            groups.append(from_file(files[name], args.cases))
+            groups.append(conversations(args.files[0], args.cases))
         else:
-            raise SystemExit(f"--datasets {name} needs its file: --files PATH/{name}_60.json")
+            groups.append(from_file(files[name], args.cases))
     longest = max((len(g) for g in groups), default=0)
     return [group[i] for i in range(longest) for group in groups if i < len(group)]
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Data sets that come from files need them; said before a model is loaded."""
+    stems = {path.stem.partition("_")[0] for path in args.files}
+    args.datasets = args.datasets or [d for d in DATASETS if d in stems or d in ("needle", "bugs")]
+    for name in args.datasets:
+        if name not in ("needle", "bugs", "turns") and name not in stems:
+            raise SystemExit(f"--datasets {name} needs its file: --files PATH/{name}_60.json")
+        if name == "turns" and not args.files:
+            raise SystemExit("--datasets turns needs a file of questions: --files PATH/hotpotqa_60.json")
 
 
 def arms_of(names: Sequence[str]) -> tuple[Arm, ...]:
@@ -74,9 +86,22 @@ def measure(args: argparse.Namespace, runner: Runner, cases: Sequence[Case], arm
     print()
 
 
+def shown(path: Path) -> str:
+    """The file's lines as a table: figures with 95 % intervals, on the prompts that every arm has."""
+    rows = []
+    for s in summarise(read_rows([path])):
+        shift = "" if s.shift is None else s.shift.text(percent=True)
+        kl = [s.kl_first.text(), s.kl_mean.text()]
+        shares = [f"{s.agreement.mean:.1%}", s.identical.text(percent=True), shift]
+        rows.append([s.arm, s.dataset, str(s.num_prompts), *kl, *shares, f"{s.ttft_ratio:.1f} x"])
+    header = ["arm", "data", "prompts", "KL first", "KL mean", "agree", "identical", "correct − full's", "TTFT full ÷"]
+    return plain_table(header, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("quality.jsonl"))
+    parser.add_argument("--show", type=Path, help="only print what a file holds")
     parser.add_argument("--files", type=Path, nargs="+", default=[])
     parser.add_argument("--datasets", nargs="+", choices=DATASETS)
     parser.add_argument("--arms", nargs="+", default=["main"])
@@ -89,14 +114,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.cases, args.arms = min(args.cases, 4), ["quick"]
-    names = {path.stem.partition("_")[0] for path in args.files}
-    args.datasets = args.datasets or [d for d in DATASETS if d in names or d in ("needle", "bugs")]
+    if args.show:
+        print(shown(args.show))
+        return
+    check_files(args)
+    arms = arms_of(args.arms)
     print(this_machine().line())
     with Runner(args.model, args.dtype, args.answer_tokens) as runner:
         cases = make_cases(args, runner)
         runner.find_neighbours(cases)
         with args.out.open("a") as file:
-            for row in measure(args, runner, cases, arms_of(args.arms)):
+            for row in measure(args, runner, cases, arms):
                 print(json.dumps(row), file=file, flush=True)
 
 

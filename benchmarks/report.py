@@ -13,6 +13,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvbench.machine import ROOT
@@ -41,7 +42,11 @@ def faults(readme: str, docs: str, expected: str) -> list[str]:
 
 
 def draw(docs: Path, quality: Sequence[Row], speed: Sequence[Row]) -> None:
-    summaries = summarise(quality)
+    """Plots beside the page; without matplotlib there are none."""
+    if find_spec("matplotlib") is None:
+        print("no plots: pip install 'kvboost-rag[bench]'")
+        return
+    summaries = [s for s in summarise(quality) if "ablations" not in s.source]
     main = [s for s in summaries if s.dataset == "hotpotqa"] or summaries
     if main:
         trade_off([s for s in main if s.model == main[0].model], docs / "figures" / "trade_off.svg")
@@ -53,18 +58,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="whose quoted table is kept up to date")
     parser.add_argument("--html", type=Path, help="write the page as HTML too, plots inside")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     args = parser.parse_args()
     quality = read_rows(sorted(args.results.glob("quality*.jsonl")))
     speed = read_rows(sorted(args.results.glob("ttft*.jsonl")))
     text = page(quality, speed)
-    target, readme = args.docs / "benchmarks.md", args.readme.read_text("utf-8")
+    target, readme = args.docs / "benchmarks.md", args.readme.read_text("utf-8") if args.readme.exists() else ""
     if args.check:
         found = faults(readme, target.read_text("utf-8") if target.exists() else "", text)
         print("\n".join(found) or "README.md and docs/benchmarks.md agree with the results")
         sys.exit(bool(found))
+    args.docs.mkdir(parents=True, exist_ok=True)
     target.write_text(text, "utf-8")
     draw(args.docs, quality, speed)
     block = headline(quality, speed)

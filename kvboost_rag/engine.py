@@ -32,7 +32,7 @@ from kvboost_rag.models.probe import ProbeReport, probe
 from kvboost_rag.pipeline import Pipeline, Prepared, plain
 from kvboost_rag.prefix_cache import PrefixCache
 from kvboost_rag.prompt_tokens import PromptTokens
-from kvboost_rag.repair import STRATEGIES, RepairStrategy
+from kvboost_rag.repair import STRATEGIES, NoRepair, RepairStrategy
 from kvboost_rag.report import Outcome, build_result
 from kvboost_rag.rewritten import RewrittenNotice
 from kvboost_rag.shadow import MAX_ANSWER_TOKENS, Shadow, ShadowSample, ShadowStats
@@ -117,7 +117,7 @@ class KVBoost:
         self._worker = Worker(f"kvboost-{self.name}")
         self.shadow = Shadow(self.name, lambda: self._worker.is_idle, self._record_shadow)
         fingerprint = model_fingerprint(self.model, self.tokenizer)
-        self._announces_profile = profile == "auto"
+        self._profile_given = profile != "auto"
         self.profile = load_profile(fingerprint) if profile == "auto" else profile
         identity = ChunkIdentity.of(fingerprint, self.tokens, self.encoding, self._reuse_limit)
         encoder = Encoder(self.model, self.probe.layout) if self.probe.layout is not None else None
@@ -264,7 +264,8 @@ class KVBoost:
     ) -> Request:
         started = time.perf_counter()
         strategy = repair if isinstance(repair, RepairStrategy) else None
-        name = strategy.name if strategy is not None else repair
+        # A strategy of the caller's own is no name that a config knows; without any, the profile's ratio would count.
+        name = repair if strategy is None else strategy.name if strategy.name in STRATEGIES else NoRepair.name
         resolved = self.config.override(repair=name, **config).resolve(calibrated=self._calibrated)
         if self.shadow.tripped and resolved.reuse == "blend":
             resolved = replace(resolved, reuse="exact")
@@ -303,12 +304,15 @@ class KVBoost:
             )
         emit(StreamEvent("", result))
 
+    def profile_notice(self) -> str | None:
+        """What the model runs on where that is not a profile it passed; None if that was said in this process."""
+        if self._profile_given or self._pipeline is None:
+            return None
+        return say_once(self.profile, self.library.fingerprint, self.name)
+
     def _announce(self, request: Request) -> None:
-        """Say once what the model runs on, when it matters: no profile, or one that it failed."""
-        if not self._announces_profile or self._pipeline is None or request.config.reuse == "off":
-            return
-        self._announces_profile = False
-        if notice := say_once(self.profile, self.library.fingerprint, self.name):
+        """Log the notice when it begins to matter, unless somebody showed it already."""
+        if request.config.reuse != "off" and (notice := self.profile_notice()):
             logger.warning(notice)
 
     def _locate(self, request: Request) -> LocatedPrompt:

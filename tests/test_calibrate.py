@@ -340,3 +340,19 @@ def test_a_model_that_failed_the_gate_is_served_exactly(tiny_model, profiles_in:
 def test_settings_say_what_they_are():
     assert Setting("query", 0.05, "deviation", 4, "k8v4").label == "query*deviation 5 %, 4 neighbours, k8v4"
     assert Setting("none", 0.0).label == "none, 0 neighbours"
+
+
+def test_a_strategy_of_the_callers_own_runs_with_the_default_ratio(tiny_model):
+    """Not with the profile's, which was measured with another strategy; and its name need not be known."""
+    from typing import ClassVar
+
+    from kvboost_rag import KVBoost
+    from kvboost_rag.repair import QueryRepair
+
+    class Own(QueryRepair):
+        name: ClassVar[str] = "own"
+
+    with KVBoost(tiny_model(), profile=profile(Setting("cacheblend", 0.25))) as engine:
+        served = ask(engine, repair=Own())
+    assert served.repair.strategy == "own"
+    assert served.repair.recompute_ratio == pytest.approx(0.05, abs=0.02)

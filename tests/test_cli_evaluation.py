@@ -22,6 +22,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run_command(*arguments):
         monkeypatch.setattr("sys.argv", ["kvboost-rag", *map(str, arguments)])
+        capsys.readouterr()  # what came before, such as progress of saving a model
         with pytest.raises(SystemExit) as exit_info:
             cli.main()
         captured = capsys.readouterr()
@@ -81,3 +82,22 @@ def test_unusable_questions_are_one_line(run, tmp_path, tiny_model):
     code, _, err = run("calibrate", folder, "--data", data)
     assert code == 1
     assert "record 0: docs" in err
+
+
+def test_a_model_without_a_profile_is_said_once_and_not_logged(run, tmp_path, tiny_model):
+    import re
+
+    from kvboost_rag import model_profile
+
+    folder = tmp_path / "model"
+    loaded = tiny_model("llama", num_hidden_layers=3, intermediate_size=96)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    page = tmp_path / "page.md"
+    page.write_text("\n\n".join(DOCUMENTS))
+    command = ("warm", page, "--model", folder, "--store", tmp_path / "store", "--neighbours", "0")
+    model_profile._said.clear()
+    code, out, err = run(*command)
+    assert (code, err) == (0, "")
+    assert len(re.findall("never\\s+calibrated", out)) == 1
+    assert not re.search("never\\s+calibrated", run(*command)[1])

@@ -7,6 +7,7 @@ import random
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -95,7 +96,12 @@ def misspell(source: str, draw: random.Random) -> tuple[str, str, str] | None:
     return broken, lines[use.lineno - 1].strip(), wrong
 
 
-def _functions() -> Iterator[_Function]:
+@cache
+def _functions() -> tuple[_Function, ...]:
+    return tuple(_read_functions())
+
+
+def _read_functions() -> Iterator[_Function]:
     for package in PACKAGES:
         spec = find_spec(package)
         for folder in (spec.submodule_search_locations or []) if spec else []:

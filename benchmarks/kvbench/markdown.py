@@ -38,7 +38,7 @@ def page(quality: Sequence[Row], speed: Sequence[Row]) -> str:
 def headline(quality: Sequence[Row], speed: Sequence[Row]) -> str:
     """What README quotes, markers included."""
     lines = ["<!-- headline -->"]
-    arms = [s for s in summarise(quality) if s.dataset == "hotpotqa"]
+    arms = [s for s in summarise(quality) if s.dataset == "hotpotqa" and "ablations" not in s.source]
     shown = [s for s in arms if s.model == arms[0].model and s.arm in HEADLINE_ARMS]
     if shown:
         first = shown[0]
@@ -64,9 +64,10 @@ def headline(quality: Sequence[Row], speed: Sequence[Row]) -> str:
 def _quality(summaries: Sequence[ArmSummary]) -> list[str]:
     parts = ["`python benchmarks/quality.py --out benchmarks/results/quality.jsonl --files hotpotqa_60.json …`\n"]
     parts.append("![Accuracy against recomputed tokens](figures/trade_off.svg)\n")
-    for key in dict.fromkeys((s.model, s.dataset) for s in summaries):
-        arms = [s for s in summaries if (s.model, s.dataset) == key]
-        parts.append(f"### {key[1]}, {key[0]} ({arms[0].num_prompts} prompts)\n")
+    for key in dict.fromkeys((s.source, s.model, s.dataset) for s in summaries):
+        arms = [s for s in summaries if (s.source, s.model, s.dataset) == key]
+        what = "Ablations on " if "ablations" in key[0] else ""
+        parts.append(f"### {what}{key[2]}, {key[1]} ({arms[0].num_prompts} prompts)\n")
         rows = [_quality_cells(s) for s in arms]
         header = ["reuse", "KL first", "KL mean", "agree", "identical", "correct − full's", "kept", "TTFT full ÷"]
         parts += [table(header, rows), ""]

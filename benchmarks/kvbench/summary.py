@@ -36,11 +36,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One arm on one data set. `shift`: correct answers minus full prefill's, per prompt, None without gold answers.
+    """One arm on one data set, from one file of results (`source`).
 
-    `kept`: share of the questions that full prefill answers which the arm answers too.
+    `shift`: correct answers minus full prefill's, per prompt, None without gold answers. `kept`: share of the questions
+    that full prefill answers which the arm answers too.
     """
 
+    source: str
     model: str
     dataset: str
     arm: str
@@ -57,31 +59,36 @@ class ArmSummary:
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
-    return [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines() if line.strip()]
+    """All lines; each says in `source` which file it is from."""
+    return [
+        {"source": path.stem, **json.loads(line)}
+        for path in paths
+        for line in path.read_text("utf-8").splitlines()
+        if line.strip()
+    ]
 
 
 def summarise(rows: Iterable[Row]) -> list[ArmSummary]:
-    """By model, data set and arm, in the order of the lines. Only prompts that every arm of a data set has answered
-    count, so that arms are compared on the same prompts."""
-    groups: dict[tuple[str, str], dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
+    """By file, model, data set and arm, in the order of the lines. Only prompts that every arm of a data set has
+    answered count, so that arms are compared on the same prompts."""
+    groups: dict[tuple[str, str, str], dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        groups[f"{row['model']} {row['dtype']}", row["dataset"]][row["arm"]][row["case"]] = row
+        groups[row["source"], f"{row['model']} {row['dtype']}", row["dataset"]][row["arm"]][row["case"]] = row
     result = []
-    for (model, dataset), arms in groups.items():
+    for key, arms in groups.items():
         common = set.intersection(*(set(cases) for cases in arms.values()))
         if common:
-            result += [
-                _arm(model, dataset, arm, [r for c, r in cases.items() if c in common]) for arm, cases in arms.items()
-            ]
+            result += [_arm(key, arm, [r for c, r in cases.items() if c in common]) for arm, cases in arms.items()]
     return result
 
 
-def _arm(model: str, dataset: str, arm: str, rows: Sequence[Row]) -> ArmSummary:
+def _arm(key: tuple[str, str, str], arm: str, rows: Sequence[Row]) -> ArmSummary:
     judged = [r for r in rows if r["full_correct"] is not None]
     answered = [r for r in judged if r["full_correct"]]
     return ArmSummary(
-        model=model,
-        dataset=dataset,
+        source=key[0],
+        model=key[1],
+        dataset=key[2],
         arm=arm,
         num_prompts=len(rows),
         kl_first=Figure.of([r["kl_first"] for r in rows]),

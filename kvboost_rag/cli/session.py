@@ -60,6 +60,8 @@ def open_engine(choice: ModelChoice, store: Path, namespace: str = "") -> Iterat
         console.print(f"store      {store}", highlight=False)
         if not engine.probe.reusable:
             console.print(f"[yellow]no reuse[/]   {engine.probe.reason}", highlight=False)
+        if notice := engine.profile_notice():
+            console.print(f"profile    {notice}", highlight=False)
         yield engine
 
 

@@ -14,6 +14,7 @@ MACHINE = {"processor": "CPU", "threads": 2, "memory_gb": 24.0, "torch": "2", "t
 
 def quality_row(case: int, arm: str, kl: float, correct: bool = True, identical: bool = True, **more) -> dict:
     return {
+        "source": "quality",
         "model": "m",
         "dtype": "float32",
         "dataset": "hotpotqa",
@@ -94,6 +95,16 @@ def test_arms_are_compared_on_the_prompts_that_all_of_them_have():
     assert query.kl_first.mean < 1
 
 
+def test_ablations_do_not_narrow_the_main_table():
+    from kvbench.markdown import headline, page
+    from kvbench.summary import summarise
+
+    ablation = quality_row(0, "query 5 %, 4 neighbours", 9.0, source="quality_ablations_m")
+    assert [s.num_prompts for s in summarise([*QUALITY, ablation])] == [4, 4, 1]
+    assert headline([*QUALITY, ablation], SPEED) == headline(QUALITY, SPEED)
+    assert "Ablations on hotpotqa" in page([*QUALITY, ablation], SPEED)
+
+
 def test_page_says_where_it_loses_and_what_did_not_run():
     from kvbench.markdown import page
 
@@ -141,3 +152,19 @@ def test_committed_pages_are_those_that_the_committed_results_give():
     command = [sys.executable, str(ROOT / "benchmarks" / "report.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_whole_run_names_scripts_and_arguments_that_exist(tmp_path: Path, monkeypatch):
+    import argparse
+
+    import quality
+    import run_all
+
+    for quick in (True, False):
+        args = argparse.Namespace(
+            quick=quick, files=[tmp_path / "hotpotqa_60.json"], results=tmp_path, docs=tmp_path, readme=tmp_path / "r"
+        )
+        for script, *arguments in run_all.commands(args):
+            assert (ROOT / "benchmarks" / script).is_file()
+            if "--arms" in arguments:
+                assert quality.arms_of(arguments[arguments.index("--arms") + 1 :])

@@ -1,0 +1,191 @@
+"""The quality suite: what the cases hold, and a run of every kind of arm on a tiny model."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCUMENTS = [
+    f"Title {i}\nThe keeper of lighthouse {i} is called Number{i}. It stands on a cliff by the sea." for i in range(8)
+]
+
+
+def count_tokens(text: str) -> int:
+    return len(text) // 4
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "hotpotqa_60.json"
+    records = [
+        {
+            "question": f"Who keeps lighthouse {i}?",
+            "answers": [f"Number{i}"],
+            "docs": DOCUMENTS[i:] + DOCUMENTS[:i],
+            "support": [0, 3],
+        }
+        for i in range(6)
+    ]
+    path.write_text(json.dumps(records))
+    return path
+
+
+def prompt_of(case) -> str:
+    return "\n".join(m["content"] for m in case.messages())
+
+
+def test_every_document_stands_in_its_prompt(questions: Path):
+    from kvbench.cases import bugs, conversations, edited, from_file, needles, rechunked
+
+    cases = [
+        *from_file(questions, 3),
+        *needles(count_tokens, 6),
+        *bugs(count_tokens, 3),
+        *conversations(questions, 2),
+        rechunked(from_file(questions, 1)[0], lambda text: 4 * len(text), 64),
+        edited(from_file(questions, 1)[0])[0],
+    ]
+    for case in cases:
+        assert case.documents
+        for document in case.documents:
+            assert document in prompt_of(case)
+    assert len({c.name for c in cases[:14]}) == 14
+
+
+def test_needles_lie_where_they_are_said_to_and_nowhere_else():
+    from kvbench.cases import NEEDLE_DEPTHS, NEEDLE_LENGTHS, needles
+
+    cases = needles(count_tokens, len(NEEDLE_DEPTHS) * len(NEEDLE_LENGTHS))
+    assert {(dict(c.traits)["documents"], dict(c.traits)["depth"]) for c in cases} == {
+        (n, d) for n in NEEDLE_LENGTHS for d in NEEDLE_DEPTHS
+    }
+    for case in cases:
+        traits = dict(case.traits)
+        holding = [i for i, d in enumerate(case.documents) if f"is {case.answers[0]}." in d]
+        assert holding == [min(traits["documents"] - 1, int(traits["depth"] * traits["documents"]))]
+        assert len(case.documents) == traits["documents"]
+
+
+def test_the_defect_is_in_the_named_file_alone():
+    from kvbench.bugs import make_bugs
+
+    made = make_bugs(count_tokens, 12, 4, seed=3)
+    assert made == make_bugs(count_tokens, 12, 4, seed=3)
+    assert {bug.place for bug in made} == {0, 1, 2, 3}
+    for bug in made:
+        wrong = bug.traceback.split("'")[-2]
+        line = bug.traceback.splitlines()[1].strip()
+        holding = [i for i, source in enumerate(bug.sources) if wrong in {n.id for n in names(source)}]
+        assert holding == [bug.place]
+        assert line in bug.sources[bug.place]
+        assert len(set(bug.sources)) == 4
+
+
+def names(source: str) -> list[ast.Name]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
+
+
+def test_a_misspelt_name_is_undefined_when_run():
+    from kvbench.bugs import misspell
+
+    lines = ["def total(values):", "    result = 0", "    for value in values:", "        result = result + value"]
+    source = "\n".join([*lines, "    return result"])
+    found = [misspell(source, random.Random(seed)) for seed in range(8)]
+    for broken in filter(None, found):
+        namespace: dict = {}
+        exec(broken[0], namespace)
+        with pytest.raises(NameError, match=f"'{broken[2]}'"):
+            namespace["total"]([1, 2])
+    assert any(found)
+    assert misspell("def f(a):\n    return 1", random.Random(0)) is None
+
+
+def test_conversations_keep_earlier_documents_and_answers(questions: Path):
+    from kvbench.cases import conversations
+
+    first, second = conversations(questions, 5)
+    roles = [m["role"] for m in first.messages()]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert first.messages()[2]["content"] == "Number0"
+    assert (first.answers, second.answers) == (("Number2",), ("Number5",))
+
+
+def test_edits_change_one_word_of_each_document(questions: Path):
+    from kvbench.cases import edited, from_file
+
+    case = from_file(questions, 1)[0]
+    after, before = edited(case)
+    assert tuple(before) == case.documents
+    for old, new in zip(before, after.documents, strict=True):
+        assert sum(a != b for a, b in zip(old.split(" "), new.split(" "), strict=True)) == 1
+        assert old not in prompt_of(after)
+
+
+def test_random_rows_keep_to_the_ratio(tiny_model):
+    from kvbench.arms import RandomRepair
+
+    from kvboost_rag import GenerationParams, KVBoost
+
+    with KVBoost(tiny_model(), profile=None) as engine:
+        results = [
+            engine.generate(
+                "\n\n".join([*DOCUMENTS, "who?"]),
+                documents=DOCUMENTS,
+                repair=RandomRepair(seed),
+                recompute_ratio=0.2,
+                params=GenerationParams(max_new_tokens=1),
+            )
+            for seed in (0, 0, 1)
+        ]
+    assert results[0].repair.recompute_ratio == pytest.approx(0.2, abs=0.01)
+    assert results[0].repair.rows == results[1].repair.rows != results[2].repair.rows
+
+
+def test_every_arm_runs_and_a_run_can_be_continued(tiny_model, questions: Path, tmp_path: Path, monkeypatch, capsys):
+    import quality
+    from kvbench import runner
+    from kvbench.arms import ABLATIONS, MAIN
+
+    loaded = tiny_model("llama", num_hidden_layers=4)
+    monkeypatch.setattr(runner, "load_model", lambda model, dtype: loaded)
+    monkeypatch.setattr(runner, "load_embedder", lambda: letter_counts)
+    out = tmp_path / "quality.jsonl"
+    arms = ["main", *ABLATIONS]
+    command = ["quality.py", "--out", out, "--files", questions, "--datasets", "hotpotqa", "--arms", *arms]
+    monkeypatch.setattr(sys, "argv", [*map(str, command), "--cases", "1", "--answer-tokens", "3"])
+    quality.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    expected = {arm.name for group in (MAIN, *ABLATIONS.values()) for arm in group}
+    assert {row["arm"] for row in rows} == expected
+    assert len(rows) == len(expected)
+    by_arm = {row["arm"]: row for row in rows}
+    assert by_arm["none, 0 neighbours"]["recomputed_tokens"] == 0
+    assert by_arm["none, 0 neighbours"]["kl_first"] != by_arm["none, 4 neighbours"]["kl_first"]
+    assert by_arm["none, 0 neighbours, anchor none"]["kl_first"] != by_arm["none, 0 neighbours"]["kl_first"]
+    quality.main()
+    assert len(out.read_text().splitlines()) == len(rows)
+    monkeypatch.setattr(sys, "argv", ["quality.py", "--show", str(out)])
+    quality.main()
+    assert "cacheblend 15 %, 0 neighbours" in capsys.readouterr().out
+
+
+def letter_counts(texts):
+    import numpy as np
+
+    return np.array([[text.count(c) for c in "0123456789abcdef"] for text in texts], dtype=np.float32)
+
+
+@pytest.mark.parametrize("arguments", [["--datasets", "musique"], ["--arms", "magic", "--datasets", "needle"]])
+def test_wrong_arguments_are_said_before_anything_is_loaded(tmp_path: Path, arguments: list[str], monkeypatch):
+    import quality
+    from kvbench import runner
+
+    monkeypatch.setattr(runner, "load_model", lambda model, dtype: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "argv", ["quality.py", "--out", str(tmp_path / "o"), *arguments])
+    with pytest.raises(SystemExit, match=arguments[1]):
+        quality.main()
