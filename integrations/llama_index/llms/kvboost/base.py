@@ -203,15 +203,16 @@ class KVBoostLLM(ToolCalling, CustomLLM):
 
     def _chat_call(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Call:
         to_prompt = self.messages_to_prompt
-        if isinstance(to_prompt, ChatTemplate):
+        if to_prompt is None or isinstance(to_prompt, ChatTemplate):
             return self._defaults().call(messages, kwargs)
         return self._defaults().call(to_prompt(messages), kwargs)
 
     def _wrapped(self, prompt: str) -> str:
         """The one way in which a bare prompt becomes a formatted one, streaming or not."""
         text = self.query_wrapper_prompt.format(query_str=prompt)
-        if self.completion_to_prompt is not default_completion_to_prompt:
-            return self.completion_to_prompt(text)
+        to_prompt = self.completion_to_prompt
+        if to_prompt is not None and to_prompt is not default_completion_to_prompt:
+            return to_prompt(text)
         return f"{self.system_prompt} {text}" if self.system_prompt else text
 
     def _defaults(self) -> CallDefaults:

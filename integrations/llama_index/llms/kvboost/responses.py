@@ -46,7 +46,7 @@ class Collector(Generic[Response]):
     """
 
     def __init__(self, make: Make[Response], model_name: str, tool_names: Collection[str] = ()) -> None:
-        self._make = make
+        self._make: Make[Response] = make
         self._model_name = model_name
         self._answer = AnswerStream(tool_names)
         self._text = ""
