@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,7 +13,7 @@ T = TypeVar("T")
 _END = object()
 
 
-async def iterate(make: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
+async def iterate(make: Callable[[], Iterator[T]]) -> AsyncGenerator[T, None]:
     """The items of `make()` as they come; the iterator runs in one thread of its own.
 
     Closing the async iterator early (or cancelling its task) closes the blocking one, which stops the generation.

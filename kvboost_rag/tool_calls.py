@@ -117,7 +117,9 @@ def _bare_calls(text: str, tool_names: Collection[str]) -> list[ToolCall] | None
 
 def _json_calls(text: str) -> list[ToolCall]:
     """Calls written as JSON: one object, a list of them, or objects one after the other (`;` or a space between)."""
-    decoder, calls, at = json.JSONDecoder(strict=False), [], 0
+    decoder = json.JSONDecoder(strict=False)
+    calls: list[ToolCall] = []
+    at = 0
     text = text.strip()
     if not text:
         raise ValueError("the call is empty")
@@ -137,7 +139,7 @@ def _as_call(value: Any) -> ToolCall:
     name = next((value[key] for key in _NAME_KEYS if isinstance(value.get(key), str)), None)
     if not name:
         raise ValueError("the call has no name")
-    arguments = next((value[key] for key in _ARGUMENT_KEYS if value.get(key) is not None), {})
+    arguments: Any = next((value[key] for key in _ARGUMENT_KEYS if value.get(key) is not None), {})
     call_id = value.get("id") or value.get("tool_call_id")
     return ToolCall(name, _arguments(arguments), str(call_id) if call_id else None)
 
@@ -160,11 +162,11 @@ def _tagged_calls(body: str) -> list[ToolCall]:
 
 
 def _function_calls(body: str) -> list[ToolCall]:
-    calls = []
+    calls: list[ToolCall] = []
     for name, inner in _FUNCTION.findall(body):
         parameters = _PARAMETER.findall(inner)
-        arguments = {key: _scalar(value) for key, value in parameters} if parameters else _arguments(inner.strip())
-        calls.append(ToolCall(name, arguments))
+        written: dict[str, Any] = {key: _scalar(value) for key, value in parameters}
+        calls.append(ToolCall(name, written or _arguments(inner.strip())))
     if not calls:
         raise ValueError("the function tag is not complete")
     return calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -151,7 +151,7 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
 
     def _chat_events(
         self, messages: list[BaseMessage], stop: Sequence[str] | None, kwargs: dict[str, Any]
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         call = dict(kwargs)
         documents = document_hints(call.pop("documents", None)) + carried_documents(messages)
         return self._events(template_messages(messages), stop, documents, call)

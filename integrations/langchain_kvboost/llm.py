@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -93,13 +93,15 @@ class KVBoostLLM(KVBoostParameters, BaseLLM):
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
 
-    def _prompt_events(self, prompt: str, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> Iterator[StreamEvent]:
+    def _prompt_events(
+        self, prompt: str, stop: Sequence[str] | None, kwargs: dict[str, Any]
+    ) -> Generator[StreamEvent, None, None]:
         call = dict(kwargs)
         return self._events(prompt, stop, document_hints(call.pop("documents", None)), call)
 
     def _aprompt_events(
         self, prompt: str, stop: Sequence[str] | None, kwargs: dict[str, Any]
-    ) -> AsyncIterator[StreamEvent]:
+    ) -> AsyncGenerator[StreamEvent, None]:
         return iterate(lambda: self._prompt_events(prompt, stop, kwargs))
 
     def _llm_result(self, results: Sequence[GenerationResult | None]) -> LLMResult:

@@ -20,7 +20,7 @@ from kvboost_rag.tool_calls import AnswerStream, ParsedAnswer, parse_tool_calls
 def usage_metadata(result: GenerationResult) -> UsageMetadata:
     """Token counts; `cache_read`: KV that was there before the call, `cache_creation`: KV stored during it."""
     details = InputTokenDetails(cache_read=cache_read_tokens(result), cache_creation=result.usage.created_tokens)
-    return UsageMetadata(
+    return UsageMetadata(  # type: ignore[typeddict-item]  # output_token_details need not be there
         input_tokens=result.usage.input_tokens,
         output_tokens=result.usage.output_tokens,
         total_tokens=result.usage.input_tokens + result.usage.output_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.exceptions import ContextOverflowError
@@ -226,7 +226,7 @@ class KVBoostParameters(BaseModel):
 
     def _events(
         self, prompt: Any, stop: Sequence[str] | None, documents: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         """The one way a request takes, for invoke, stream, batch and their async forms.
 
         Raises:

@@ -61,15 +61,28 @@ class Seen(BaseCallbackHandler):
         return info["kvboost"]
 
 
-@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=pytest.mark.model)])
-def engine(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[KVBoost]:
-    loaded = tiny_model("llama") if request.param == "tiny" else request.getfixturevalue("smollm2")
-    with KVBoost(loaded, profile=None) as made:
+@pytest.fixture(scope="module")
+def real_engine(request: pytest.FixtureRequest) -> Iterator[KVBoost]:
+    with KVBoost(request.getfixturevalue("smollm2"), profile=None) as made:
         yield made
 
 
+@pytest.fixture
+def tiny_engine(tiny_model: Any) -> Iterator[KVBoost]:
+    with KVBoost(tiny_model("llama"), profile=None) as made:
+        yield made
+
+
+@pytest.fixture(params=["tiny_engine", pytest.param("real_engine", marks=pytest.mark.model)])
+def engine(request: pytest.FixtureRequest) -> Iterator[KVBoost]:
+    """A tiny model, then the bundled one; neither knows a document yet."""
+    made: KVBoost = request.getfixturevalue(request.param)
+    yield made
+    made.evict(DOCUMENTS)
+
+
 def _chat(engine: KVBoost, **fields: Any) -> ChatKVBoost:
-    return ChatKVBoost(**({"model": engine, "max_tokens": 10, "min_new_tokens": 3, "strict": True} | fields))
+    return ChatKVBoost(**({"model": engine, "max_tokens": 6, "min_new_tokens": 3, "strict": True} | fields))
 
 
 def _vectors() -> InMemoryVectorStore:
@@ -102,7 +115,7 @@ def _hand_written_chain(model: Any, retriever: Any) -> Any:
     return given | RunnablePassthrough() | PROMPT | model | StrOutputParser()
 
 
-CHAINS = {"retrieval": _retrieval_chain, "document prompt": _prompted_chain, "by hand": _hand_written_chain}
+CHAINS = {"retrieval": _retrieval_chain, "by hand": _hand_written_chain}
 
 
 def _run(chain: Any) -> tuple[str, Seen]:
@@ -119,6 +132,7 @@ def test_documents_are_hit_and_prompts_and_answers_stay_the_same(engine: KVBoost
     chain = make(_chat(engine), retriever)
     KVBoostWarmer(engine).transform_documents(DOCUMENTS)
     answer, seen = _run(chain)
+    assert answer
     assert len(seen.documents) == 4
     assert seen.kvboost["hits"] == {"approximate": 4}
     assert seen.kvboost["document_tokens"] > 0.8 * _document_tokens(engine, seen.documents)
@@ -134,8 +148,17 @@ def test_documents_are_hit_and_prompts_and_answers_stay_the_same(engine: KVBoost
     warm, seen_warm = _run(chain)
     assert seen_warm.kvboost["hits"] == {"approximate": 4}
     assert answer == cold == warm
+
+
+@pytest.mark.parametrize("make", [*CHAINS.values(), _prompted_chain])
+def test_all_ways_to_run_a_chain_agree(tiny_engine: KVBoost, retriever: Any, make: Chain) -> None:
+    chain = make(_chat(tiny_engine), retriever)
+    KVBoostWarmer(tiny_engine).transform_documents(DOCUMENTS)
+    answer, seen = _run(chain)
+    assert seen.kvboost["hits"] == {"approximate": 4}
     assert asyncio.run(chain.ainvoke({"input": QUESTION})) == answer
     assert "".join(chain.stream({"input": QUESTION})) == answer
+    assert chain.batch([{"input": QUESTION}] * 2) == [answer] * 2
 
 
 def _ids_seen(engine: KVBoost, call: Callable[[], Any]) -> tuple[Any, list[int]]:
@@ -163,16 +186,16 @@ def test_without_reuse_a_chain_says_what_plain_transformers_says(engine: KVBoost
         output = engine.model.generate(
             torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            max_new_tokens=10,
+            max_new_tokens=6,
             min_new_tokens=3,
             do_sample=False,
         )
     assert engine.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True) == answer
 
 
-def test_a_string_model_in_a_chain(engine: KVBoost, retriever: Any) -> None:
-    KVBoostWarmer(engine).transform_documents(DOCUMENTS)
-    model = KVBoostLLM(model=engine, max_tokens=6, min_new_tokens=3, strict=True)
+def test_a_string_model_in_a_chain(tiny_engine: KVBoost, retriever: Any) -> None:
+    KVBoostWarmer(tiny_engine).transform_documents(DOCUMENTS)
+    model = KVBoostLLM(model=tiny_engine, max_tokens=6, min_new_tokens=3, strict=True)
     answer, seen = _run(_hand_written_chain(model, retriever))
     assert seen.kvboost["hits"] == {"approximate": 4}
     assert all(d.page_content in seen.prompts[0] for d in seen.documents)
@@ -180,8 +203,8 @@ def test_a_string_model_in_a_chain(engine: KVBoost, retriever: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["keyword", "bound", "message"])
-def test_explicit_documents_are_reused_and_add_nothing(engine: KVBoost, way: str) -> None:
-    model, context = _chat(engine), DOCUMENTS[:3]
+def test_explicit_documents_are_reused_and_add_nothing(tiny_engine: KVBoost, way: str) -> None:
+    model, context = _chat(tiny_engine), DOCUMENTS[:3]
     text = "\n\n".join([*(d.page_content for d in context), QUESTION])
     extra = {"documents": context} if way == "message" else {}
     messages = [HumanMessage(text, additional_kwargs=extra)]
@@ -189,7 +212,7 @@ def test_explicit_documents_are_reused_and_add_nothing(engine: KVBoost, way: str
     runnable = model.bind(documents=context) if way == "bound" else model
     answer = runnable.invoke(messages, **call)
     assert answer.response_metadata["kvboost"]["hits"] == {"encoded": 3}
-    assert answer.usage_metadata["input_tokens"] == len(_ids_of(engine, text))
+    assert answer.usage_metadata["input_tokens"] == len(_ids_of(tiny_engine, text))
     again = model.invoke([HumanMessage(text)])
     assert again.response_metadata["kvboost"]["hits"] == {"approximate": 3}
     assert again.text == answer.text
@@ -215,7 +238,8 @@ def test_an_agent_with_a_retriever_tool(engine: KVBoost) -> None:
         response_format="content_and_artifact",
     )
     call = '<tool_call>\n{"name": "search", "arguments": {"query": "entries"}}\n</tool_call>'
-    agent = create_agent(_chat(engine, prefix_allowed_tokens_fn=_first_says(engine, call), max_tokens=48), [tool])
+    length = engine.tokens.count(call) + 1
+    agent = create_agent(_chat(engine, prefix_allowed_tokens_fn=_first_says(engine, call), max_tokens=length), [tool])
     seen = Seen()
     messages = agent.invoke({"messages": [HumanMessage(QUESTION)]}, {"callbacks": [seen]})["messages"]
     assert [type(m) for m in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
@@ -239,10 +263,10 @@ def _first_says(engine: KVBoost, text: str) -> Callable[[int, Any], list[int]]:
     return allowed
 
 
-def test_a_list_of_documents_in_a_prompt_is_no_error(engine: KVBoost, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_list_of_documents_in_a_prompt_is_no_error(tiny_engine: KVBoost, caplog: pytest.LogCaptureFixture) -> None:
     """`{context}` with a list of Documents renders their repr: nothing matches, the answer is by plain prefill."""
     odd = [Document(f"Line one of {n}.\nLine two: {document(n, 4)}") for n in range(4)]
-    KVBoostWarmer(engine).transform_documents(odd)
-    answer = (PROMPT | _chat(engine)).invoke({"context": odd, "input": QUESTION})
+    KVBoostWarmer(tiny_engine).transform_documents(odd)
+    answer = (PROMPT | _chat(tiny_engine)).invoke({"context": odd, "input": QUESTION})
     assert answer.text
     assert answer.response_metadata["kvboost"]["hits"] == {}
