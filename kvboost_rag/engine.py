@@ -421,7 +421,11 @@ class KVBoost:
             self.metrics.record_shadow(sample.kl_mean, sample.agreement)
 
     def evict(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
-        """Forget documents: their KV in every tier and their text. Returns how many were known."""
+        """Forget documents: their text, their KV in every tier, and exact blocks, which may hold their tokens.
+
+        Returns:
+            How many were known.
+        """
         tenant = self.config.namespace if namespace is None else namespace
         keys = [self.library.describe(text, tenant).content_hash for text in document_texts(documents)]
         return self._worker.submit(lambda: self.library.forget(keys)).result()

@@ -14,6 +14,7 @@ from kvboost_rag.encode import Encoder, EncodingJob
 from kvboost_rag.metrics import Metrics
 from kvboost_rag.prompt_tokens import PromptTokens
 from kvboost_rag.segments import KnownTexts, canonical_text
+from kvboost_rag.stores import maintenance
 from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.catalog import CatalogVersion
 
@@ -215,14 +216,5 @@ class ChunkLibrary:
         return self.load(record) or self.encode(record)
 
     def forget(self, content_hashes: Sequence[str]) -> int:
-        """Drop KV and catalog records; returns how many chunks were known. Chunks encoded behind them lose their
-        KV too (it was computed from the removed text) and continue without that neighbour."""
-        catalog, count = self.store.catalog, 0
-        for key in content_hashes:
-            count += catalog.get(key) is not None
-            for dependent in catalog.get_many(catalog.delete(key)).values():
-                left = tuple(n for n in dependent.neighbours if n != key)
-                catalog.replace(replace(dependent, neighbours=left))
-                self.store.delete(dependent.content_hash)
-            self.store.delete(key)
-        return count
+        """Drop chunks and all that was computed from them (`stores.maintenance.forget`); returns how many were known."""
+        return maintenance.forget(self.store, content_hashes).num_chunks
