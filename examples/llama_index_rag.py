@@ -74,11 +74,12 @@ def main() -> None:
     parser.add_argument("--model", default="bundled:smollm2")
     parser.add_argument("--store", help="folder for the documents' KV; default: memory only")
     parser.add_argument("--modules", nargs="+", default=MODULES)
+    parser.add_argument("--neighbours", type=int, default=4, help="similar chunks that a chunk is encoded behind")
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     args = parser.parse_args()
 
-    llm = KVBoostLLM(model_name=args.model, store=args.store, max_new_tokens=32)
+    llm = KVBoostLLM(model_name=args.model, store=args.store, neighbours=args.neighbours, max_new_tokens=32)
     Settings.llm, Settings.tokenizer, Settings.embed_model = llm, llm.tokenize, LocalEmbedding()
     last = LastCall()
     get_dispatcher().add_event_handler(last)
