@@ -81,7 +81,8 @@ class KVBoost:
 
     Args:
         loaded: model and tokenizer (`from_pretrained` loads them).
-        store: a `Store`, a folder (memory over disk), or None for memory only.
+        store: what `stores.open_store` takes: a `Store` (made by it where budgets matter), a folder (memory over disk),
+            `"memory"` or None. On a CUDA model the hottest chunks stay on the device, in a tier above these.
         config: defaults of every call; keywords of a call beat them.
         encoding: how chunks are encoded and kept.
         metrics: True for Prometheus metrics in prometheus_client's own registry, or a `Metrics`.
@@ -107,7 +108,7 @@ class KVBoost:
         self.encoding = encoding or EncodingConfig()
         self.tokens = PromptTokens(self.tokenizer)
         self.probe: ProbeReport = probe(self.model)
-        self.store: Store = open_store(store)
+        self.store: Store = open_store(store, device=str(self.model.device))
         self.metrics = Metrics(self.name) if metrics is True else metrics or None
         if self.metrics is not None:
             self.metrics.watch(self.store)

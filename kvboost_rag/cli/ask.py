@@ -26,6 +26,9 @@ def ask(
     reuse: Annotated[str, typer.Option(help="blend, exact or off.")] = "blend",
     repair: Annotated[str | None, typer.Option(help="Repair strategy. Default: query.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer at most.")] = 128,
+    memory_budget: options.MemoryBudget = None,
+    disk_budget: options.DiskBudget = None,
+    metrics_port: options.MetricsPort = None,
 ) -> None:
     """Answer a question from warmed documents, and show what was reused.
 
@@ -42,10 +45,10 @@ def ask(
     ReuseConfig().override(**overrides)  # refuses what is not known, before a model is loaded
     if not question.strip():
         raise CorpusError("the question is empty")
-    folder = options.store_folder(store)
-    if not folder.is_dir():
-        raise CorpusError(f"nothing has been warmed: no store at {folder}; kvboost-rag warm PATH")
-    with open_engine(ModelChoice(model, dtype, device), folder, namespace) as engine:
+    kept = options.StoreChoice.of(store, memory_budget, disk_budget)
+    if not kept.folder.is_dir():
+        raise CorpusError(f"nothing has been warmed: no store at {kept.folder}; kvboost-rag warm PATH")
+    with open_engine(ModelChoice(model, dtype, device), kept, namespace, metrics_port) as engine:
         chosen = PassageSearch(engine, open_embedder()).nearest(question, passages)
         params = GenerationParams(max_new_tokens=max_new_tokens)
         console.print()

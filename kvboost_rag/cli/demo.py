@@ -61,6 +61,9 @@ def demo(
     ] = None,
     passages: options.Passages = 10,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most.")] = 32,
+    memory_budget: options.MemoryBudget = None,
+    disk_budget: options.DiskBudget = None,
+    metrics_port: options.MetricsPort = None,
 ) -> None:
     """Index reference texts of Python's standard library and ask three questions, by full prefill and by reuse.
 
@@ -72,8 +75,8 @@ def demo(
     from kvboost_rag.corpus import pydoc_corpus
 
     start = time.perf_counter()
-    folder = options.store_folder(store, "demo")
-    with open_engine(ModelChoice(model, dtype, device), folder) as engine:
+    kept = options.StoreChoice.of(store, memory_budget, disk_budget, "demo")
+    with open_engine(ModelChoice(model, dtype, device), kept, metrics_port=metrics_port) as engine:
         embedder = open_embedder()
         if neighbours is None:
             neighbours = 2 if str(engine.model.dtype) == "torch.float32" else 4

@@ -25,15 +25,10 @@ def inspect(
 
     Example: kvboost-rag inspect --store ~/kv --sources
     """
-    from kvboost_rag.stores import DiskStore, StoreError
-
-    folder = options.store_folder(store)
-    if not (folder / "catalog.sqlite").is_file():
-        raise StoreError(f"no store at {folder}: kvboost-rag warm PATH makes one")
-    disk = DiskStore(folder)
+    disk = options.open_disk(store)
     try:
         entries = list(disk.entries())
-        console.print(f"store      {folder}", highlight=False)
+        console.print(f"store      {disk.folder.root}", highlight=False)
         console.print(f"disk       {bytes_text(sum(disk.bytes_held.values()))}", highlight=False)
         if not entries and not len(disk.catalog):
             console.print("It is empty.")

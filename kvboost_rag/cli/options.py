@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from kvboost_rag.stores import DiskStore
 
 DEFAULT_MODEL = "bundled:smollm2"
 
@@ -24,6 +29,18 @@ Dtype = Annotated[
     typer.Option(help="float32, bfloat16 or float16. Default: the checkpoint's; bundled models: what is fast here."),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … Default: cuda where there is one.")]
+MemoryBudget = Annotated[
+    str | None,
+    typer.Option(help="Memory for chunk KV at most, such as 4GB or 500MiB. Default: 35 % of this machine's."),
+]
+DiskBudget = Annotated[
+    str | None,
+    typer.Option(help="Disk space for chunk KV at most, such as 200GB. Default: 35 % of the file system's."),
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(min=1, max=65535, help="Serve Prometheus metrics on this port of 127.0.0.1 while the command runs."),
+]
 Namespace = Annotated[str, typer.Option(help="Tenant: chunks of other namespaces are never used.")]
 ChunkTokens = Annotated[int, typer.Option(help="Tokens of a chunk at most: 64, 128, 256 or 512.")]
 Neighbours = Annotated[
@@ -32,8 +49,62 @@ Neighbours = Annotated[
 Passages = Annotated[int, typer.Option("--passages", "-k", min=1, help="Documents put into the prompt.")]
 
 
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class StoreChoice:
+    """What the options say about the store; budgets in bytes, None = a share of what there is."""
+
+    folder: Path
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        chosen: Path | None,
+        memory_budget: str | None = None,
+        disk_budget: str | None = None,
+        name: str = "default",
+    ) -> StoreChoice:
+        """From the options as given.
+
+        Raises:
+            ConfigError: a budget that is no size.
+        """
+        memory = _parse_bytes("--memory-budget", memory_budget)
+        return cls(store_folder(chosen, name), memory, _parse_bytes("--disk-budget", disk_budget))
+
+
 def store_folder(chosen: Path | None, name: str = "default") -> Path:
     """The folder of the store that a command works on."""
     from kvboost_rag.config import cache_dir
 
     return chosen.expanduser() if chosen is not None else cache_dir() / "stores" / name
+
+
+def open_disk(chosen: Path | None) -> DiskStore:
+    """The store in a folder, to look at it or clear it up. Without a budget of its own: opening it evicts nothing.
+
+    Raises:
+        StoreError: there is none.
+    """
+    from kvboost_rag.stores import DiskStore, StoreError
+
+    folder = store_folder(chosen)
+    if not (folder / "catalog.sqlite").is_file() and not any((folder / "chunks").glob("*/*")):
+        raise StoreError(f"no store at {folder}: kvboost-rag warm PATH makes one")
+    return DiskStore(folder, kv_cache_size_ratio=1.0)
+
+
+def _parse_bytes(option: str, text: str | None) -> int | None:
+    from kvboost_rag.config import ConfigError
+
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if found is None or found[2].upper() not in _UNITS:
+        raise ConfigError(f"{option} {text!r}: expected a size such as 500MB, 4GB or 1.5GiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

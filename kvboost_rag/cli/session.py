@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvboost_rag.cli.console import console, progress_bar, seconds_text
+from kvboost_rag.cli.console import bytes_text, console, progress_bar, seconds_text
+from kvboost_rag.cli.options import StoreChoice
 
 if TYPE_CHECKING:
     from kvboost_rag.engine import KVBoost
@@ -50,19 +51,54 @@ def load(choice: ModelChoice) -> LoadedModel:
 
 
 @contextmanager
-def open_engine(choice: ModelChoice, store: Path, namespace: str = "") -> Iterator[KVBoost]:
-    """An engine over the store's folder; closed at the end."""
+def open_engine(
+    choice: ModelChoice, store: StoreChoice, namespace: str = "", metrics_port: int | None = None
+) -> Iterator[KVBoost]:
+    """An engine over the store's folder; closed at the end. Metrics are served meanwhile if a port is given."""
     from kvboost_rag.config import ReuseConfig
     from kvboost_rag.engine import KVBoost
+    from kvboost_rag.stores import open_store
 
-    loaded = load(choice)
-    with KVBoost(loaded, store=store, config=ReuseConfig(namespace=namespace)) as engine:
-        console.print(f"store      {store}", highlight=False)
-        if not engine.probe.reusable:
-            console.print(f"[yellow]no reuse[/]   {engine.probe.reason}", highlight=False)
-        if notice := engine.profile_notice():
-            console.print(f"profile    {notice}", highlight=False)
-        yield engine
+    with _metrics_server(metrics_port):  # before the model: a port that is taken shows at once
+        loaded = load(choice)
+        opened = open_store(
+            store.folder,
+            memory_bytes=store.memory_bytes,
+            disk_bytes=store.disk_bytes,
+            device=str(loaded.model.device),
+        )
+        config = ReuseConfig(namespace=namespace)
+        with KVBoost(loaded, store=opened, config=config, metrics=metrics_port is not None) as engine:
+            _describe(engine, store)
+            yield engine
+
+
+def _describe(engine: KVBoost, store: StoreChoice) -> None:
+    budgets = (("memory", store.memory_bytes), ("disk", store.disk_bytes))
+    limits = [f"{bytes_text(limit)} of {tier} at most" for tier, limit in budgets if limit is not None]
+    console.print(f"store      {', '.join([str(store.folder), *limits])}", highlight=False)
+    if not engine.probe.reusable:
+        console.print(f"[yellow]no reuse[/]   {engine.probe.reason}", highlight=False)
+    if notice := engine.profile_notice():
+        console.print(f"profile    {notice}", highlight=False)
+
+
+@contextmanager
+def _metrics_server(port: int | None) -> Iterator[None]:
+    """Serve metrics while the block runs, if there is a port."""
+    if port is None:
+        yield
+        return
+    from kvboost_rag.metrics import start_metrics_server
+
+    server, thread = start_metrics_server(port)
+    console.print(f"metrics    http://127.0.0.1:{port}/metrics", highlight=False)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def fast_dtype(device: str) -> str:

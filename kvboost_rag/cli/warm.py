@@ -20,6 +20,9 @@ def warm(
     namespace: options.Namespace = "",
     chunk_tokens: options.ChunkTokens = 256,
     neighbours: options.Neighbours = 4,
+    memory_budget: options.MemoryBudget = None,
+    disk_budget: options.DiskBudget = None,
+    metrics_port: options.MetricsPort = None,
 ) -> None:
     """Chunk files and store the KV of every chunk.
 
@@ -34,12 +37,13 @@ def warm(
     from kvboost_rag.corpus import CorpusError, read_paths
 
     FixedChunker(len, chunk_tokens)  # refuses a size that does not exist, before a model is loaded
+    chosen = options.StoreChoice.of(store, memory_budget, disk_budget)
     corpus = read_paths(paths)
     for path, fault in corpus.skipped:
         console.print(f"skipped    {path} {fault}", highlight=False)
     if not corpus.texts:
         raise CorpusError(f"no text files in {', '.join(str(path) for path in paths)}")
-    with open_engine(ModelChoice(model, dtype, device), options.store_folder(store), namespace) as engine:
+    with open_engine(ModelChoice(model, dtype, device), chosen, namespace, metrics_port) as engine:
         if not engine.probe.reusable:
             raise CorpusError(f"{model} cannot be warmed: {engine.probe.reason}")
         folders = [path for path in paths if path.is_dir()]
