@@ -47,7 +47,7 @@ class Usage:
     Attributes:
         registers: per thread (AMD: vector and accumulator registers).
         spills: NVIDIA: instructions that access thread-local memory, from the SASS, or stack bytes where these are
-            more. AMD: spilled vector registers and scratch bytes, from the code object.
+            more. AMD: spilled vector registers, or instructions that access scratch memory where these are more.
         scalar_spills: AMD: scalar registers parked in lanes of a vector register. No memory traffic.
         vector_bits: widest load from global memory.
     """
@@ -131,11 +131,13 @@ def _cuobjdump(flag: str, path: Path) -> str:
 
 def _read_amd(compiled: Any) -> dict[str, int]:
     text = compiled.asm["amdgcn"]
-    names = ("vgpr_count", "agpr_count", "vgpr_spill_count", "private_segment_fixed_size", "sgpr_spill_count")
-    vgpr, agpr, spilled, scratch, scalar = (int(_find(rf"\.{name}:\s+(\d+)", text)) for name in names)
+    names = ("vgpr_count", "agpr_count", "vgpr_spill_count", "sgpr_spill_count")
+    vgpr, agpr, spilled, scalar = (int(_find(rf"\.{name}:\s+(\d+)", text)) for name in names)
+    # A frame may be reserved for scalar registers that found room elsewhere; only accesses cost anything.
+    scratch = len(re.findall(r"\bscratch_(?:load|store)", text))
     loads = [32 * int(n or 1) for n in re.findall(r"\b(?:global|buffer)_load_dword(?:x(\d))?\b", text)]
     bits = max(loads, default=0)
-    return {"registers": vgpr + agpr, "spills": spilled + scratch, "scalar_spills": scalar, "vector_bits": bits}
+    return {"registers": vgpr + agpr, "spills": max(spilled, scratch), "scalar_spills": scalar, "vector_bits": bits}
 
 
 def _find(pattern: str, text: str) -> str:

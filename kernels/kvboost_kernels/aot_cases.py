@@ -14,6 +14,7 @@ from kvboost_kernels.row_attention.plan import plan as plan_attention
 from kvboost_kernels.row_attention.request import Request
 
 _TOKENS = 64
+_EVERYTHING: dict[str, Any] = {"sliding_window": 48, "softcap": 50.0, "entropy": True}
 _WINDOW: dict[str, Any] = {"sliding_window": 48}
 
 
@@ -30,12 +31,13 @@ def _attention_cases(hip: bool) -> dict[str, list[Launch]]:
         ("fp16, 80", torch.float16, (80, 80), 1, {}, 1),
         ("bf16, 256, GQA 4, window, softcap, mass", torch.bfloat16, (256, 256), 4, _WINDOW | {"softcap": 50.0}, 1),
         ("bf16, keys 192, values 128, split keys", torch.bfloat16, (192, 128), 1, {}, 4),
-        ("bf16, 64, GQA 8, window, sinks, entropy", torch.bfloat16, (64, 64), 8, _WINDOW | {"entropy": True}, 1),
+        ("bf16, 64, GQA 8, every option", torch.bfloat16, (64, 64), 8, _EVERYTHING, 1),
+        ("bf16, 128, GQA 4, every option, split keys", torch.bfloat16, (128, 128), 4, _EVERYTHING, 2),
         ("fp32, 64, GQA 3, mass, entropy", torch.float32, (64, 64), 3, {"entropy": True}, 1),
         ("fp32, 256, GQA 4, mass", torch.float32, (256, 256), 4, {}, 2),
     )
     for name, dtype, dims, group, options, splits in variants:
-        request = _request(dtype, dims, group, mass="mass" in name, sinks="sinks" in name, **options)
+        request = _request(dtype, dims, group, mass="mass" in name or "every" in name, sinks="every" in name, **options)
         found[f"row_attention {name}"] = plan_attention(request, splits, hip)[0]
     return found
 

@@ -89,13 +89,13 @@ def products(
 
 
 @triton.jit
-def logits2(s, position, column, kv_len, scaling, softcap, window):
-    """`log2(e) *` the capped logits of the products `s`, `-inf` where a row does not see a key."""
+def logits2(s, position, column, inside, scaling, softcap, window):
+    """`log2(e) *` the capped logits of the products `s`, `-inf` where a row does not see a key or none is there."""
     s = s * scaling
     if softcap is not None:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), which saturates without overflow trouble.
         s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0))
-    visible = (column[None, :] <= position[:, None]) & (column < kv_len)[None, :]
+    visible = (column[None, :] <= position[:, None]) & inside[None, :]
     if window is not None:
         visible &= column[None, :] > position[:, None] - window
     return tl.where(visible, s * LOG2E, float("-inf"))

@@ -79,10 +79,10 @@ def kl_kernel(
         inside = column < high
         a = products(query, q_at, q_d, live, q, fresh + kv_head * f_h, wide * f_n, f_d, inside,
                      DIM, BLOCK_K, CHUNK, DOT, PRECISION)  # fmt: skip
-        a = logits2(a, position, column, kv_len, scaling, softcap, window)
+        a = logits2(a, position, column, inside, scaling, softcap, window)
         b = products(query, q_at, q_d, live, q, stored + kv_head * s_h, wide * s_n, s_d, inside,
                      DIM, BLOCK_K, CHUNK, DOT, PRECISION)  # fmt: skip
-        b = logits2(b, position, column, kv_len, scaling, softcap, window)
+        b = logits2(b, position, column, inside, scaling, softcap, window)
         new_a, new_b = tl.maximum(top_a, tl.max(a, 1)), tl.maximum(top_b, tl.max(b, 1))
         shift_a, shift_b = finite_or_zero(new_a), finite_or_zero(new_b)
         p = tl.exp2(a - shift_a[:, None])

@@ -8,7 +8,7 @@ import triton.language as tl
 from kvboost_kernels.tiles import LOG2E, dot, finite_or_zero, load_rows, logits2, packed_rows, products, visible_range
 
 
-@triton.jit(do_not_specialize=["num_rows", "kv_len", "num_splits"])  # they change from call to call
+@triton.jit(do_not_specialize=["num_rows", "kv_len"])  # they change from call to call
 def attend_kernel(
     query, key, value, rows, sinks, out, lse, mean,
     q_h, q_r, q_d, k_h, k_n, k_d, v_h, v_n, v_d, o_s, o_h, o_r,
@@ -42,7 +42,7 @@ def attend_kernel(
         inside = column < high  # what lies beyond may be uninitialised memory, and 0 * NaN is NaN
         s = products(query, q_at, q_d, live, q, key + kv_head * k_h, wide * k_n, k_d, inside,
                      KEY_DIM, BLOCK_K, CHUNK, DOT, PRECISION)  # fmt: skip
-        s = logits2(s, position, column, kv_len, scaling, softcap, window)
+        s = logits2(s, position, column, inside, scaling, softcap, window)
         new_top = tl.maximum(top, tl.max(s, 1))
         shift = finite_or_zero(new_top)
         p = tl.exp2(s - shift[:, None])
@@ -71,7 +71,7 @@ def attend_kernel(
     tl.store(place, result, mask=live[:, None] & (step < VALUE_DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
     parts, part_lse, part_mean, sinks, out, lse, mean, p_s, p_h, p_r, o_h, o_r, num_rows, num_splits,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -125,7 +125,7 @@ def mass_kernel(
         q = load_rows(query, q_at, q_d, live, 0, KEY_DIM, BLOCK_K)
         s = products(query, q_at, q_d, live, q, key + kv_head * k_h, wide * k_n, k_d, inside,
                      KEY_DIM, BLOCK_K, CHUNK, DOT, PRECISION)  # fmt: skip
-        s = logits2(s, position, column, kv_len, scaling, softcap, window)
+        s = logits2(s, position, column, inside, scaling, softcap, window)
         norm = tl.load(lse + head * num_rows + row, mask=live, other=0.0)
         if sinks is not None:
             sink = tl.load(sinks + head, mask=live, other=float("-inf")).to(tl.float32) * LOG2E
