@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.llms import ChatMessage
+from llama_index.llms import kvboost
 from llama_index.llms.kvboost import KVBoostLLM
 from llama_index_kvboost.helpers import TEXTS, USER, MakeLLM
 
@@ -221,3 +223,13 @@ def test_nothing_is_loaded_before_it_is_needed() -> None:
     assert llm.to_payload() == {"class_name": "KVBoost_LLM", "model_name": "/nowhere/at/all", "num_output": 7}
     with pytest.raises(ValueError, match="no such folder"):
         llm.complete("Hi")
+
+
+def test_the_namespace_is_shared_with_its_owner() -> None:
+    """A package file in `llama_index` or `llama_index.llms` would hide llama-index-core and its other integrations."""
+    import llama_index.core
+
+    folder = Path(kvboost.__file__).parent
+    assert folder.parts[-3:] == ("llama_index", "llms", "kvboost")
+    assert not [name for parent in folder.parents[:2] for name in parent.glob("__init__.py")]
+    assert Path(llama_index.core.__file__).parents[1] != folder.parents[1]

@@ -8,10 +8,10 @@ from kvboost_rag.loading_kwargs import loading_options
 from kvboost_rag.registry import EngineSpec, adopt
 
 if TYPE_CHECKING:
-    from llama_index.llms.kvboost.base import KVBoostLLM
+    from llama_index.llms.kvboost.arguments import KVBoostArguments
 
 
-def engine_spec(llm: KVBoostLLM, model: Any, tokenizer: Any, engine: Any) -> EngineSpec:
+def engine_spec(llm: KVBoostArguments, model: Any, tokenizer: Any, engine: Any) -> EngineSpec:
     """The spec of an engine, a model object, or a model's name with loading arguments.
 
     Raises:
