@@ -70,7 +70,7 @@ def test_bad_environment_variables_name_themselves(env: dict[str, str]) -> None:
 
 
 def test_unknown_overrides_list_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="recompute_ration.*recompute_ratio"):
+    with pytest.raises(ConfigError, match=r"recompute_ration.*recompute_ratio"):
         ReuseConfig().override(recompute_ration=0.1)
 
 

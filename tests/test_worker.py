@@ -12,7 +12,7 @@ from kvboost_rag.worker import Stream, Worker
 
 
 @pytest.fixture
-def worker():  # noqa: ANN201 - a fixture
+def worker():
     worker = Worker("test")
     yield worker
     worker.close()
