@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 
-.PHONY: demo test check format bench setup clean
+.PHONY: demo test check format bench bench-vllm setup clean
 
 demo: ## Index a corpus, ask three questions, compare full prefill with reuse
 	@scripts/setup.sh run
@@ -26,6 +26,10 @@ format: ## Apply what `check` asks for, where it can be applied
 bench: ## Speed and quality, and the pages about them. BENCH_ARGS=--quick for a look (under 15 minutes)
 	@scripts/setup.sh dev
 	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
+
+bench-vllm: ## vLLM with prefix caching on the same prompts, in .venv-vllm (about 1 GB)
+	@scripts/setup.sh dev
+	@scripts/bench_vllm.sh
 
 setup: ## Only make .venv with everything
 	@scripts/setup.sh dev

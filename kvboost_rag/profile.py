@@ -170,12 +170,11 @@ class TraceProfiler:
 
     def _exact(self, ids: Sequence[int]) -> int:
         """Tokens of the longest beginning that an earlier prompt had; remembers this prompt's blocks."""
-        preceding, exact, open_ended = ROOT_HASH, 0, True
+        preceding, exact = ROOT_HASH, 0
         for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             block = ids[start : start + BLOCK_TOKENS]
             preceding = hash_fields("trace", preceding.encode(), token_bytes(block))
-            open_ended &= preceding in self._blocks
-            exact += BLOCK_TOKENS if open_ended else 0
+            exact += BLOCK_TOKENS if preceding in self._blocks else 0  # chained: known only if all before it is
             self._blocks.add(preceding)
         return exact
 

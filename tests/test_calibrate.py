@@ -258,6 +258,14 @@ def test_profiles_with_impossible_settings_are_ignored(tmp_path: Path, field, ca
     assert "ignored" in caplog.text
 
 
+def test_a_profile_under_another_models_name_is_ignored(tmp_path: Path, caplog):
+    other = "e" * 64
+    save_profile(profile(Setting()), tmp_path).rename(profile_path(other, folder=tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert load_profile(other, tmp_path) is None
+    assert "another model" in caplog.text
+
+
 def test_a_profile_holds_for_one_version_of_transformers(tmp_path: Path):
     old = replace(profile(Setting()), transformers="4.0.0")
     save_profile(old, tmp_path)
