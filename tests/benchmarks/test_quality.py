@@ -105,6 +105,13 @@ def test_a_misspelt_name_is_undefined_when_run():
     assert misspell("def f(a):\n    return 1", random.Random(0)) is None
 
 
+def test_a_misspelling_that_is_another_name_is_no_defect():
+    from kvbench.bugs import misspell
+
+    source = "def f(items):\n    tab = 1\n    tba = 2\n    return tab + tba"
+    assert all(misspell(source, random.Random(seed)) is None for seed in range(8))
+
+
 def test_conversations_keep_earlier_documents_and_answers(questions: Path):
     from kvbench.cases import conversations
 
