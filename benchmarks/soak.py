@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from kvboost_rag.config import GenerationParams
+from kvboost_rag.config import GenerationParams, ReuseConfig
 from kvboost_rag.engine import KVBoost
 from kvboost_rag.stores import DiskStore, MemoryStore, TieredStore
 from kvboost_rag.stores.maintenance import delete_namespace
@@ -47,14 +47,18 @@ class LruTier:
     budget: int
     held: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
-    def add(self, key: str, num_bytes: int) -> list[str]:
-        """Take `key` in; returns what had to go."""
+    def add(self, key: str, num_bytes: int, pinned: Collection[str]) -> list[str]:
+        """Take `key` in unless only pinned keys could make room; returns what had to go."""
         gone: list[str] = []
         if num_bytes > self.budget:
             return gone
         self.held.pop(key, None)
         while sum(self.held.values()) + num_bytes > self.budget:
-            gone.append(self.held.popitem(last=False)[0])
+            victim = next((k for k in self.held if k not in pinned), None)
+            if victim is None:
+                return gone
+            del self.held[victim]
+            gone.append(victim)
         self.held[key] = num_bytes
         return gone
 
@@ -73,6 +77,8 @@ class Expected:
     file_bytes: dict[str, int]
     hits: int = 0
     misses: int = 0
+    pinned: Collection[str] = ()
+    """The chunks of the request that is being served."""
 
     def lookup(self, key: str) -> bool:
         """Predict one lookup."""
@@ -90,7 +96,7 @@ class Expected:
 
     def store(self, key: str) -> None:
         """Predict one `put` and the writing that follows it."""
-        self.disk.add(key, self.file_bytes[key])
+        self.disk.add(key, self.file_bytes[key], self.pinned)
         self._into_memory(key)
 
     def forget(self, key: str) -> None:
@@ -102,9 +108,9 @@ class Expected:
         self.hits = self.misses = 0
 
     def _into_memory(self, key: str) -> None:
-        for demoted in self.memory.add(key, self.entry_bytes[key]):
+        for demoted in self.memory.add(key, self.entry_bytes[key], self.pinned):
             if demoted not in self.disk.held:
-                self.disk.add(demoted, self.file_bytes[demoted])
+                self.disk.add(demoted, self.file_bytes[demoted], self.pinned)
 
 
 class InOrder(TieredStore):
@@ -169,13 +175,15 @@ class Soak:
             prompt, documents=texts, namespace=tenant, params=GenerationParams(max_new_tokens=1), strict=True
         )
         # All are looked up before the missing ones are encoded.
+        self.expected.pinned = keys
         missing = [key for key in keys if not self.expected.lookup(key)]
         for key in missing:
             self.expected.store(key)
+        self.expected.pinned = ()
 
     def _warm(self) -> None:
         tenant, texts, keys = self._pick(3)
-        self.engine.warm(texts, namespace=tenant)
+        self.engine.warm(texts, neighbours=None, namespace=tenant)
         for key in keys:
             if key in self.expected.memory.held or key in self.expected.disk.held:
                 self.expected.lookup(key)
@@ -202,7 +210,7 @@ class Soak:
     def _open(self) -> KVBoost:
         memory, disk = self.budgets
         tiers = MemoryStore(memory, policy="lru"), DiskStore(self.folder, disk, policy="lru")
-        return KVBoost(self.loaded, store=InOrder(*tiers, write_back=False))
+        return KVBoost(self.loaded, store=InOrder(*tiers, write_back=False), config=ReuseConfig(disk_load="always"))
 
     def _measure(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of each document's entry and file."""
@@ -211,7 +219,7 @@ class Soak:
             with KVBoost(self.loaded, store=disk) as engine:
                 self.engine = engine
                 for tenant, text in self.documents:
-                    engine.warm([text], namespace=tenant)
+                    engine.warm([text], neighbours=None, namespace=tenant)
                 infos = {info.key: info for info in disk.entries()}
                 memory = {}
                 for tenant, text in self.documents:

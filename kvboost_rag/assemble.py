@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvboost_rag.datamodels import ChunkKV
+from kvboost_rag.datamodels import ChunkKV, StoreEntry
 from kvboost_rag.models.kv_buffer import KVBuffer
-from kvboost_rag.realign import PositionTables, realign_into
+from kvboost_rag.realign import PositionTables, realign_entry_into, realign_into
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,18 @@ class PlacedChunk:
     start: int
 
 
-def assemble(buffer: KVBuffer, chunks: Iterable[PlacedChunk], tables: PositionTables) -> None:
+@dataclass(frozen=True)
+class PlacedEntry:
+    """A chunk as it is stored, quantised or not, and the position of its first token in this prompt."""
+
+    entry: StoreEntry
+    start: int
+
+
+def assemble(buffer: KVBuffer, chunks: Iterable[PlacedChunk | PlacedEntry], tables: PositionTables) -> None:
     """Write every chunk to its place; positions that no chunk covers are left for the partial forward to fill."""
     for chunk in chunks:
-        realign_into(buffer, chunk.kv, chunk.start, tables)
+        if isinstance(chunk, PlacedEntry):
+            realign_entry_into(buffer, chunk.entry, chunk.start, tables)
+        else:
+            realign_into(buffer, chunk.kv, chunk.start, tables)

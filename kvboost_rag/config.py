@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from platformdirs import user_cache_dir
 
 ReuseMode = Literal["blend", "exact", "off"]
+DiskLoad = Literal["measured", "always"]
 RepairName = Literal["none", "selective", "cacheblend", "query", "sensitivity", "full"]
 
 CHUNK_TOKENS = (64, 128, 256, 512)
@@ -63,6 +64,8 @@ class ReuseConfig:
             latency stays bounded; default max(0.30, recompute_ratio).
         tau_reuse, tau_recompute: chunk-level deviation below which `cacheblend` reuses a chunk as it is, and above
             which it recomputes all of it (within the bound); 0.02 and 0.20.
+        disk_load: `measured` (default): a chunk that lies on disk is encoded again where that has been faster on this
+            machine than loading, and gives the very bits that are stored; `always`: load.
         namespace: tenant. Enters every key; never taken from prompt text.
         strict: raise on a fault in reuse instead of falling back to plain prefill.
         shadow_rate: share of the requests served with `blend`, 0…1, that are compared with full prefill afterwards
@@ -79,6 +82,7 @@ class ReuseConfig:
     max_recompute_ratio: float | None = None
     tau_reuse: float = 0.02
     tau_recompute: float = 0.20
+    disk_load: DiskLoad = "measured"
     namespace: str = ""
     strict: bool = False
     shadow_rate: float = 0.0
@@ -87,6 +91,7 @@ class ReuseConfig:
     def __post_init__(self) -> None:
         _check_choice("reuse", self.reuse, get_args(ReuseMode))
         _check_choice("repair", self.repair, get_args(RepairName))
+        _check_choice("disk_load", self.disk_load, get_args(DiskLoad))
         _check_range("recompute_ratio", self.recompute_ratio, 0.0, 1.0)
         _check_range("max_recompute_ratio", self.max_recompute_ratio, 0.0, 1.0)
         _check_range("deviation_threshold", self.deviation_threshold, 0.0, None)
@@ -159,6 +164,7 @@ class ReuseConfig:
             strict=self.strict,
             shadow_rate=self.shadow_rate,
             shadow_max_kl=self.shadow_max_kl,
+            disk_load=self.disk_load,
             repair_options=default.repair_options if own else {},
         )
 
@@ -183,6 +189,12 @@ class EncodingConfig:
         batch_size: chunks encoded in one forward. Above 1 a chunk that is encoded again alone may differ in the last
             bits, and so may a cold answer from a warm one: matrix kernels round differently at other batch shapes.
         block_tokens: block length of the exact path; only whole blocks are found again in a longer prompt.
+        neighbours: how many similar chunks of the corpus `warm` encodes a chunk behind; default 4
+            (`KVBOOST_NEIGHBOURS`). 0: none, and nothing is embedded.
+        embedder: what compares chunks: a name for sentence-transformers, an embedding object of LangChain or
+            LlamaIndex, or a function (`embeddings.load_embedder`); None: all-MiniLM-L6-v2.
+        sensitivity: also store how much each token of a chunk depends on what stands before it, for the strategy
+            `sensitivity`; one more forward a chunk when it is encoded, nothing when it is used.
     """
 
     anchor: str = "auto"
@@ -190,6 +202,9 @@ class EncodingConfig:
     quantization: str = "none"
     batch_size: int = 1
     block_tokens: int = 128
+    neighbours: int = field(default_factory=lambda: _env_default("KVBOOST_NEIGHBOURS", 4))
+    embedder: Any = field(default=None, repr=False, hash=False)
+    sensitivity: bool = False
 
     def __post_init__(self) -> None:
         for name in ("anchor", "separator"):
@@ -200,6 +215,10 @@ class EncodingConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: expected a whole number, 1 or more")
+        if isinstance(self.neighbours, bool) or not isinstance(self.neighbours, int) or self.neighbours < 0:
+            raise ConfigError(f"neighbours={self.neighbours!r}: expected a whole number of chunks, 0 or more")
+        if not isinstance(self.sensitivity, bool):
+            raise ConfigError(f"sensitivity={self.sensitivity!r}: expected True or False")
 
 
 @dataclass(frozen=True)
@@ -218,6 +237,7 @@ class ResolvedConfig:
     strict: bool
     shadow_rate: float = 0.0
     shadow_max_kl: float | None = None
+    disk_load: DiskLoad = "measured"
     repair_options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -283,6 +303,11 @@ def _env_int(env: Mapping[str, str], name: str) -> int | None:
     if not value.strip().isdigit():
         raise ConfigError(f"{name}={value!r}: expected a whole number, 0 or more")
     return int(value)
+
+
+def _env_default(name: str, default: int) -> int:
+    value = _env_int(os.environ, name)
+    return default if value is None else value
 
 
 def _env_float(env: Mapping[str, str], name: str) -> float | None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
+
+
+DiskChoice = Literal["load", "recompute"]
 
 
 class SegmentKind(str, Enum):
@@ -28,7 +31,7 @@ class HitKind(str, Enum):
     APPROXIMATE = "approximate"
     """Only the content hash matched: realigned, then repaired."""
     ENCODED = "encoded"
-    """A miss: encoded and stored during this call, then treated like a hit."""
+    """Encoded during this call, then treated like a hit: a miss, or on disk and slower to load (`disk_choice`)."""
     DONOR = "donor"
     """Not stored itself; token-identical spans of a near-duplicate were reused."""
     PREFILLED = "prefilled"
@@ -156,7 +159,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """How one segment of the prompt was served."""
+    """How one segment of the prompt was served.
+
+    Attributes:
+        deviation: of a document at the probe layer, where it was measured.
+        disk_choice: what was done about a document that lay on disk only: `load`, or `recompute` where that was
+            estimated to be faster (`hit` is `encoded` then, the KV the same bits); None for everything else.
+    """
 
     kind: SegmentKind
     hit: HitKind
@@ -165,6 +174,7 @@ class SegmentReport:
     num_recomputed_tokens: int = 0
     content_hash: str | None = None
     deviation: float | None = None
+    disk_choice: DiskChoice | None = None
 
 
 @dataclass(frozen=True)

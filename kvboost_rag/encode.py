@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from kvboost_rag.datamodels import ChunkKV
@@ -47,6 +48,21 @@ class Encoder:
     @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
+
+    @property
+    def signature(self) -> str:
+        """What the last bits of a chunk's KV depend on besides tokens and weights: where and by what it is computed."""
+        if self.device.type == "cuda":
+            where = torch.cuda.get_device_name(self.device)
+        else:
+            where = f"{self.device.type} {torch.backends.cpu.get_cpu_capability()} x{torch.get_num_threads()}"
+        attention = getattr(self.model.config, "_attn_implementation", None)
+        return f"{where}, torch {torch.__version__}, transformers {transformers.__version__}, {attention}"
+
+    def synchronise(self) -> None:
+        """Wait for what was computed, so that a clock may be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def encode(self, job: EncodingJob) -> ChunkKV:
         """Position-free KV of the job's chunk, keys `[num_layers_in_group, num_kv_heads, seq_len, key_head_dim]`.

@@ -7,7 +7,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvboost_rag.chunk_keys import model_fingerprint
@@ -23,6 +25,7 @@ from kvboost_rag.datamodels import GenerationResult, StreamEvent, WarmReport
 from kvboost_rag.decode import ContextOverflowError, Decoder
 from kvboost_rag.divergence import kl_per_token
 from kvboost_rag.encode import Encoder
+from kvboost_rag.index import DocumentIndex
 from kvboost_rag.library import ChunkIdentity, ChunkLibrary
 from kvboost_rag.lookup import LocatedPrompt, Messages, document_texts, locate
 from kvboost_rag.metrics import Metrics
@@ -36,9 +39,10 @@ from kvboost_rag.repair import STRATEGIES, NoRepair, RepairStrategy
 from kvboost_rag.report import Outcome, build_result
 from kvboost_rag.rewritten import RewrittenNotice
 from kvboost_rag.shadow import MAX_ANSWER_TOKENS, Shadow, ShadowSample, ShadowStats
+from kvboost_rag.similar_chunks import SimilarChunks
 from kvboost_rag.stores import Store, open_store
 from kvboost_rag.timing import StageClock
-from kvboost_rag.warm import WarmProgress, register_documents, warm
+from kvboost_rag.warm import WarmProgress, neighbour_choice, register_documents, warm
 from kvboost_rag.worker import Stream, Worker
 
 if TYPE_CHECKING:
@@ -89,6 +93,9 @@ class KVBoost:
         profile: what calibration found for the model; `auto` reads what `kvboost-rag calibrate` saved, None goes
             without. Used where neither arguments nor environment say otherwise.
 
+    Attributes:
+        index: documents by source id: add, update, delete.
+
     A model that the probe refuses is served by plain prefill; `engine.probe.reason` says why. One worker thread
     serves all callers in turn; every method may be called from any thread.
     """
@@ -124,6 +131,8 @@ class KVBoost:
         encoder = Encoder(self.model, self.probe.layout) if self.probe.layout is not None else None
         self.library = ChunkLibrary(self.store, encoder, self.tokens, identity)
         self.library.metrics = self.metrics
+        self.similar = SimilarChunks(self.library, self.encoding.embedder)
+        self.index = DocumentIndex(self.library, self.warm, self._forget, self.config.namespace)
         self._pipeline: Pipeline | None = None
         if self.probe.layout is None:
             logger.warning("%s is served by plain prefill: %s", self.name, self.probe.reason)
@@ -162,7 +171,8 @@ class KVBoost:
         self,
         documents: Sequence[Any],
         *,
-        neighbours: Sequence[Sequence[str]] | None = None,
+        neighbours: Literal["auto"] | int | Sequence[Sequence[str]] | None = "auto",
+        embeddings: Any = None,
         namespace: str | None = None,
         progress: Callable[[WarmProgress], None] | None = None,
     ) -> WarmReport:
@@ -170,19 +180,26 @@ class KVBoost:
 
         Args:
             documents: chunk texts (or objects with `page_content` or `text`).
-            neighbours: for each document the texts to encode it behind, nearest last.
+            neighbours: what each document is encoded behind. `auto`: the most similar chunks of the tenant, as many as
+                `EncodingConfig.neighbours` says; a number: so many; None or 0: no chunks; or for each document the
+                texts, nearest last. Chosen for a chunk once and then kept, unless texts are given.
+            embeddings: vectors of the documents, `[num_documents, dim]`, if you have them; else they are embedded.
             namespace: tenant; default: the config's.
             progress: called after each chunk.
 
         Raises:
-            TypeError, ValueError: a document that cannot be a chunk; nothing has been encoded then.
+            TypeError, ValueError: a document that cannot be a chunk, or embeddings or neighbours that do not fit the
+                documents; nothing has been encoded then.
         """
         texts = document_texts(documents)
         tenant = self.config.namespace if namespace is None else namespace
         if self._pipeline is None:
             logger.warning("nothing was warmed: %s", self.probe.reason)
             return WarmReport(len(texts), 0, 0, len(texts), 0, 0, 0, 0.0)
-        records = register_documents(self.library, texts, neighbours, tenant)
+        count, given = neighbour_choice(neighbours, self.encoding.neighbours)
+        records = register_documents(self.library, texts, given, tenant)
+        if count:
+            records = self.similar.assign(records, count, embeddings, tenant)
         # Chunk by chunk, so that requests are served in between.
         return warm(self.library, records, progress, run=lambda step: self._worker.submit(step).result())
 
@@ -293,8 +310,10 @@ class KVBoost:
         room = self._room(len(located.token_ids), request.params)
         request = replace(request, params=replace(request.params, max_new_tokens=room))
         self._announce(request)
-        prepared = self._prepare(located, request, room, clock)
-        result = build_result(self._decode(located, prepared, request, (emit, cancelled), clock))
+        with self._pinned(located, request.config):
+            prepared = self._prepare(located, request, room, clock)
+            result = build_result(self._decode(located, prepared, request, (emit, cancelled), clock))
+        self._note_deviations(result)
         if self.metrics is not None:
             self.metrics.record(result)
         if result.reuse == "blend":
@@ -304,6 +323,17 @@ class KVBoost:
                 request.config.shadow_max_kl,
             )
         emit(StreamEvent("", result))
+
+    def _pinned(self, located: LocatedPrompt, config: ResolvedConfig) -> AbstractContextManager[None]:
+        """The request's chunks stay in the store until it is done."""
+        chunks = located.documents if config.reuse == "blend" else []
+        return self.library.pinned(record for _, record in chunks)
+
+    def _note_deviations(self, result: GenerationResult) -> None:
+        """Tell eviction how much each chunk depends on what stands around it."""
+        for segment in result.segments:
+            if segment.content_hash is not None and segment.deviation is not None and isfinite(segment.deviation):
+                self.store.note_deviation(segment.content_hash, segment.deviation)
 
     def profile_notice(self) -> str | None:
         """What the model runs on where that is not a profile it passed; None if that was said in this process."""
@@ -404,8 +434,9 @@ class KVBoost:
             located = self._locate(request)
             self._room(len(located.token_ids) + len(continuation), request.params)
             clock = StageClock(request.started, self.model.device.type)
-            prepared = self._prepare(located, request, max(1, len(continuation)), clock)
-            return self._decoder.score(prepared.start, continuation)
+            with self._pinned(located, request.config):
+                prepared = self._prepare(located, request, max(1, len(continuation)), clock)
+                return self._decoder.score(prepared.start, continuation)
 
         return self._worker.submit(score).result()
 
@@ -429,7 +460,12 @@ class KVBoost:
         """
         tenant = self.config.namespace if namespace is None else namespace
         keys = [self.library.describe(text, tenant).content_hash for text in document_texts(documents)]
-        return self._worker.submit(lambda: self.library.forget(keys)).result()
+        return self._forget(keys, tenant)
+
+    def _forget(self, content_hashes: Sequence[str], namespace: str) -> int:
+        known = self._worker.submit(lambda: self.library.forget(content_hashes)).result()
+        self.similar.forget(content_hashes, namespace)
+        return known
 
     def stats(self) -> EngineStats:
         """Counters and bytes held; cheap."""
@@ -451,6 +487,7 @@ class KVBoost:
         """Finish the running request, drop queued ones, flush and close the store. Closing twice does nothing."""
         self.shadow.close()
         if self._worker.close():
+            self.similar.close()
             self.store.close()
 
     def __enter__(self) -> KVBoost:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from kvboost_rag import quantization
 from kvboost_rag.chunk_keys import content_hash, context_hash
 from kvboost_rag.config import EncodingConfig
-from kvboost_rag.datamodels import ChunkKV, ChunkRecord, EntryCheck, HitKind, StoreEntry
+from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, StoreEntry
 from kvboost_rag.encode import Encoder, EncodingJob
 from kvboost_rag.metrics import Metrics
 from kvboost_rag.prompt_tokens import PromptTokens
@@ -17,21 +19,35 @@ from kvboost_rag.segments import KnownTexts, canonical_text
 from kvboost_rag.stores import maintenance
 from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.catalog import CatalogVersion
+from kvboost_rag.stores.cost import CostModel
 
 
 @dataclass(frozen=True)
 class FetchedChunk:
-    """A chunk's position-free KV, as the store would give it back, and where it came from.
+    """A chunk's KV as the store keeps it (encoded by `quantization`), and where it came from.
 
-    `encoded_tokens` is what was forwarded to get it (encoding context included), 0 for a hit.
+    Attributes:
+        payload: tensors and meta strings of the stored entry, or of one that is like it.
+        encoded_tokens: what was forwarded to get it (encoding context included), 0 for a hit.
+        kept: whether the store holds it; False costs the next call another encoding.
+        disk_choice: what was decided about a chunk on disk, None where there was nothing to decide.
     """
 
     record: ChunkRecord
-    kv: ChunkKV
+    payload: StoreEntry
     hit: HitKind
     encoded_tokens: int = 0
-    num_bytes: int = 0
     kept: bool = True
+    disk_choice: DiskChoice | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.payload.num_bytes
+
+    @property
+    def kv(self) -> ChunkKV:
+        """Position-free KV in the model's dtype; decoded at each call."""
+        return quantization.decode(self.payload.tensors, self.payload.meta)
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,7 @@ class ChunkLibrary:
         self.fingerprint = identity.fingerprint
         self.identity = identity
         self.metrics: Metrics | None = None
+        self.costs = CostModel()
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
 
@@ -169,19 +186,43 @@ class ChunkLibrary:
         check = EntryCheck(record.namespace, record.fingerprint, record.token_ids, context_hash(job.context_ids))
         return job, check
 
+    @contextmanager
+    def pinned(self, records: Iterable[ChunkRecord]) -> Iterator[None]:
+        """Keep chunks from being evicted to make room for each other while the block runs."""
+        keys = list(dict.fromkeys(record.content_hash for record in records))
+        for key in keys:
+            self.store.pin(key)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self.store.unpin(key)
+
     def load(self, record: ChunkRecord) -> FetchedChunk | None:
         """The chunk's KV from the store, or None (a miss)."""
         entry = self.store.get(record.content_hash, self.check(record)[1])
         if entry is None or entry.meta.get("setting") != self.identity.quantization:
             return None  # KV of another codec has other bits than encoding the chunk here would give
-        return FetchedChunk(record, quantization.decode(entry.tensors, entry.meta), HitKind.APPROXIMATE)
+        return FetchedChunk(record, entry, HitKind.APPROXIMATE)
 
-    def encode(self, record: ChunkRecord) -> FetchedChunk:
-        """Compute the chunk's KV, put it into the store, and return it as the store would."""
+    def encode(self, record: ChunkRecord, again: bool = False) -> FetchedChunk:
+        """Compute the chunk's KV, put it into the store, and return it as the store would.
+
+        Args:
+            again: the store holds it already, in a tier slower than computing; it is not written once more.
+        """
         if self.encoder is None:
             raise RuntimeError("this model's KV cannot be reused, so its chunks are not encoded")
         job, check = self.check(record)
-        return self.keep(record, self.encoder.encode(job), job, check)
+        start = time.perf_counter()
+        entry = self._pack(record, self.encoder.encode(job), check, self.encoder.signature)
+        self.encoder.synchronise()
+        self.costs.observe_encode(job.num_tokens, time.perf_counter() - start)
+        if not again:
+            return self._put(record, entry, job)
+        self.store.promote(entry)
+        self.store.touch(entry.key)
+        return FetchedChunk(record, entry, HitKind.ENCODED, job.num_tokens)
 
     def encode_many(self, records: Sequence[ChunkRecord]) -> list[FetchedChunk]:
         """`encode` for several chunks, in one forward where there is more than one."""
@@ -189,32 +230,35 @@ class ChunkLibrary:
             return [self.encode(record) for record in records]
         checks = [self.check(record) for record in records]
         encoded = self.encoder.encode_batch([job for job, _ in checks])
-        return [
-            self.keep(record, kv, job, check) for record, kv, (job, check) in zip(records, encoded, checks, strict=True)
-        ]
+        return [self.keep(record, kv, *check) for record, kv, check in zip(records, encoded, checks, strict=True)]
 
     def keep(self, record: ChunkRecord, kv: ChunkKV, job: EncodingJob, check: EntryCheck) -> FetchedChunk:
-        """Put freshly encoded KV into the store; a store that cannot keep it costs the next call another encoding."""
+        """Put KV into the store that was computed in another way than by `encode`, whose last bits may be others."""
+        return self._put(record, self._pack(record, kv, check, signature=""), job)
+
+    def _pack(self, record: ChunkRecord, kv: ChunkKV, check: EntryCheck, signature: str) -> StoreEntry:
+        """Freshly encoded KV as the store keeps it."""
         tensors, meta = quantization.encode(kv, self.identity.quantization)
-        entry = StoreEntry(
+        if self.metrics is not None:
+            self.metrics.record_encoded(meta)
+        return StoreEntry(
             record.content_hash,
             record.namespace,
             record.fingerprint,
             record.token_ids,
             check.context_hash,
             tensors,
-            meta | {"setting": self.identity.quantization},
+            meta | {"setting": self.identity.quantization, "encoder": signature},
         )
-        kept = self.store.put(entry)
-        if self.metrics is not None:
-            self.metrics.record_encoded(meta)
-        decoded = quantization.decode(tensors, meta)
-        return FetchedChunk(record, decoded, HitKind.ENCODED, job.num_tokens, entry.num_bytes, kept)
+
+    def _put(self, record: ChunkRecord, entry: StoreEntry, job: EncodingJob) -> FetchedChunk:
+        """A store that cannot keep it costs the next call another encoding."""
+        return FetchedChunk(record, entry, HitKind.ENCODED, job.num_tokens, self.store.put(entry))
 
     def fetch(self, record: ChunkRecord) -> FetchedChunk:
         """The chunk's KV from the store, or else encoded now."""
         return self.load(record) or self.encode(record)
 
     def forget(self, content_hashes: Sequence[str]) -> int:
-        """Drop chunks and all that was computed from them (`stores.maintenance.forget`); returns how many were known."""
+        """Drop chunks and all that was computed from them (`maintenance.forget`); returns how many were known."""
         return maintenance.forget(self.store, content_hashes).num_chunks

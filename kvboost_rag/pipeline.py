@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_rag.assemble import PlacedChunk, assemble
+from kvboost_rag import loading
+from kvboost_rag.assemble import PlacedEntry, assemble
 from kvboost_rag.config import ResolvedConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
 from kvboost_rag.decode import DecodeStart
@@ -70,7 +71,7 @@ class Pipeline:
         self, located: LocatedPrompt, config: ResolvedConfig, strategy: RepairStrategy, room: int, clock: StageClock
     ) -> Prepared:
         """Exact hits for the prefix, chunk KV for documents, repair of the rows that the strategy chooses."""
-        chunks = self._fetch(located, clock)
+        chunks = self._fetch(located, config, clock)
         ids = located.token_ids
         cache = BufferCache(KVBuffer(self.layout, len(ids) + room))
         prefix = tuple(i for s in located.of_kind(SegmentKind.PREFIX) for i in s.token_ids)
@@ -95,21 +96,21 @@ class Pipeline:
             chunks=chunks,
         )
 
-    def _fetch(self, located: LocatedPrompt, clock: StageClock) -> list[FetchedChunk]:
+    def _fetch(self, located: LocatedPrompt, config: ResolvedConfig, clock: StageClock) -> list[FetchedChunk]:
         """KV of every document segment, missing ones encoded; a text that occurs twice is fetched once."""
-        records = {r.content_hash: r for _, r in located.documents}
-        self.library.store.prefetch(records)
+        library, records = self.library, {r.content_hash: r for _, r in located.documents}
+        choices = {key: loading.choose(library, r, config.disk_load == "always") for key, r in records.items()}
         clock.lap("lookup_ms")
-        found = {key: self.library.load(record) for key, record in records.items()}
+        found = loading.load_all(library, records, choices)
         clock.lap("load_ms")
-        fetched = {key: found[key] or self.library.encode(record) for key, record in records.items()}
+        fetched = {key: found.get(key) or loading.encode(library, r, choices[key]) for key, r in records.items()}
         clock.lap("encode_ms")
         return [fetched[record.content_hash] for _, record in located.documents]
 
     def _assemble(self, located: LocatedPrompt, chunks: list[FetchedChunk], buffer: KVBuffer) -> None:
         tables = PositionTables.of(self.layout, len(located.token_ids))
         starts = [segment.start for segment, _ in located.documents]
-        placed = [PlacedChunk(chunk.kv, start) for chunk, start in zip(chunks, starts, strict=True)]
+        placed = [PlacedEntry(chunk.payload, start) for chunk, start in zip(chunks, starts, strict=True)]
         assemble(buffer, placed, tables)
 
     def _context(self, located: LocatedPrompt, buffer: KVBuffer, config: ResolvedConfig) -> RepairContext:

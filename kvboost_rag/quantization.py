@@ -117,6 +117,11 @@ def psnr_db(original: tuple[torch.Tensor, ...], restored: tuple[torch.Tensor, ..
     return float(torch.cat(ratios).mean())
 
 
+def is_quantised(meta: Mapping[str, str]) -> bool:
+    """Whether decoding takes arithmetic. Raises ValueError for a codec that this version does not know."""
+    return _bits_of(meta) is not None
+
+
 def check_setting(setting: str) -> None:
     """Raises ValueError, listing the known settings, if `setting` is not one of them."""
     if setting not in SETTINGS:
@@ -191,7 +196,9 @@ def _quantise(name: str, tensor: torch.Tensor, bits: int, per_channel: bool) -> 
 
 
 def _dequantise_into(tensors: Tensors, name: str, bits: int, out: torch.Tensor) -> None:
-    edges, codes, scale, zero = (_part(tensors, f"{name}.{part}") for part in ("edges", "codes", "scale", "zero"))
+    parts = (_part(tensors, f"{name}.{part}") for part in ("edges", "codes", "scale", "zero"))
+    # Small as they are, they go to the buffer's device first and are widened there.
+    edges, codes, scale, zero = (part.to(out.device, non_blocking=True) for part in parts)
     head_dim = edges.shape[3]
     numbers = (_unpack(codes, head_dim) if bits == 4 else codes).to(torch.float32)
     wide_zero, wide_scale = _widen(zero, scale, head_dim, per_channel=name.startswith("keys"))

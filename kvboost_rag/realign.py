@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost_rag.datamodels import ChunkKV
+from kvboost_rag import quantization
+from kvboost_rag.datamodels import ChunkKV, StoreEntry
 from kvboost_rag.models.kv_buffer import KVBuffer, KVLayout
 from kvboost_rag.models.rope import Rotation
 
@@ -50,6 +51,23 @@ def realign_into(buffer: KVBuffer, kv: ChunkKV, start: int, tables: PositionTabl
     for index, group in enumerate(buffer.layout.groups):
         _write_keys(buffer.keys[index][:, :, start:end], kv.keys[index], group.rotation, tables.span(index, start, end))
         buffer.values[index][:, :, start:end].copy_(kv.values[index])
+
+
+def realign_entry_into(buffer: KVBuffer, entry: StoreEntry, start: int, tables: PositionTables) -> None:
+    """`realign_into` for a stored chunk: values are dequantised straight into the buffer, keys through one temporary
+    tensor a group, since rotation needs both members of a pair."""
+    if not quantization.is_quantised(entry.meta):
+        realign_into(buffer, quantization.decode(entry.tensors, entry.meta), start, tables)
+        return
+    end = start + len(entry.token_ids)
+    spans = [tables.span(index, start, end) for index in range(len(buffer.layout.groups))]
+    places = [keys[:, :, start:end] for keys in buffer.keys]
+    free = [torch.empty_like(p) if span is not None else p for p, span in zip(places, spans, strict=True)]
+    values = tuple(values[:, :, start:end] for values in buffer.values)
+    quantization.decode_into(entry.tensors, entry.meta, ChunkKV(tuple(free), values))
+    for group, place, keys, span in zip(buffer.layout.groups, places, free, spans, strict=True):
+        if keys is not place:
+            _write_keys(place, keys, group.rotation, span)
 
 
 def _write_keys(out: torch.Tensor, keys: torch.Tensor, rotation: Rotation | None, tables: Tables | None) -> None:

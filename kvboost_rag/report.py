@@ -67,10 +67,12 @@ def _usage(outcome: Outcome, num_recomputed: int) -> Usage:
 
 def _segments(outcome: Outcome, recomputed: tuple[int, ...]) -> tuple[SegmentReport, ...]:
     deviations = iter(_deviations(outcome) or ())
+    chunks = iter(outcome.prepared.chunks)
     reports = []
     for segment, record, hit in zip(
         outcome.located.segments, outcome.located.records, outcome.prepared.hits, strict=True
     ):
+        chunk = next(chunks, None) if record is not None else None
         is_document = segment.kind is SegmentKind.DOCUMENT and record is not None
         reports.append(
             SegmentReport(
@@ -81,6 +83,7 @@ def _segments(outcome: Outcome, recomputed: tuple[int, ...]) -> tuple[SegmentRep
                 num_recomputed_tokens=sum(segment.start <= row < segment.end for row in recomputed),
                 content_hash=record.content_hash if record is not None else None,
                 deviation=next(deviations, None) if is_document else None,
+                disk_choice=chunk.disk_choice if chunk is not None else None,
             )
         )
     return tuple(reports)

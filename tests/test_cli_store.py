@@ -95,7 +95,7 @@ def test_sizes(text, num_bytes):
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "4 apples", "1e9", "GB"])
 def test_what_is_no_size(text):
-    with pytest.raises(ConfigError, match="--disk-budget .*such as 500MB"):
+    with pytest.raises(ConfigError, match=r"--disk-budget .*such as 500MB"):
         options.StoreChoice.of(None, "1GB", text)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from kvboost_rag.datamodels import GenerationResult, SegmentKind
+from kvboost_rag.datamodels import GenerationResult, SegmentKind, SegmentReport
 
 if TYPE_CHECKING:
     from kvboost_rag.cli.asking import Passage
@@ -28,11 +28,17 @@ def reuse_table(result: GenerationResult, passages: Sequence[Passage]) -> Table:
             continue
         recomputed = str(segment.num_recomputed_tokens) if segment.kind is SegmentKind.DOCUMENT else ""
         source = names.get(segment.content_hash or "", "")
-        table.add_row(segment.kind.value, source, segment.hit.value, str(segment.num_tokens), recomputed)
+        table.add_row(segment.kind.value, source, served_text(segment), str(segment.num_tokens), recomputed)
     stages = ", ".join(f"{name.removesuffix('_ms')} {ms:.0f}" for name, ms in result.timings_ms.items() if ms >= 0.5)
     table.caption = f"first token after {result.ttft_ms:.0f} ms: {stages}"
     table.caption_justify = "left"
     return table
+
+
+def served_text(segment: SegmentReport) -> str:
+    """Where a segment's KV came from."""
+    chosen = segment.disk_choice == "recompute"
+    return f"{segment.hit.value}, faster than loading" if chosen else segment.hit.value
 
 
 def reuse_line(result: GenerationResult) -> str:

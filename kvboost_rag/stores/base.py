@@ -150,6 +150,13 @@ class Store(ABC):
         """Name of the fastest tier that holds `key`, or None."""
         return next(iter(self.bytes_held)) if key in self else None
 
+    def info(self, key: str) -> EntryInfo | None:
+        """What is known of the entry under `key`, without its payload, or None if it is not held (counts nothing)."""
+        return next((info for info in self.entries() if info.key == key), None)
+
+    def promote(self, entry: StoreEntry) -> None:  # noqa: B027 - optional
+        """Take `entry`, which a slow tier holds already, into a faster one without reading it; a hint, never raises."""
+
     def touch(self, key: str) -> None:  # noqa: B027 - optional
         """Tell the eviction policy that `key` was used, although not read from here; counts nothing."""
 

@@ -107,6 +107,9 @@ class DiskStore(Store):
     def entries(self) -> Iterator[EntryInfo]:
         return (self.account.info_with_use(info) for info in self.account.table.infos())
 
+    def info(self, key: str) -> EntryInfo | None:
+        return next((self.account.info_with_use(info) for info in self.account.table.infos(key)), None)
+
     @property
     def bytes_held(self) -> Mapping[str, int]:
         return {"disk": self.account.table.total_bytes()}

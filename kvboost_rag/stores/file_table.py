@@ -127,10 +127,12 @@ class FileTable:
         with self.database.transaction() as db:
             return db.execute("DELETE FROM files WHERE key = ?", (key,)).rowcount > 0
 
-    def infos(self) -> Iterator[EntryInfo]:
-        """All files."""
+    def infos(self, key: str | None = None) -> Iterator[EntryInfo]:
+        """All files, or the one of `key` if there is a row."""
         found = self.database.read(
-            "SELECT key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta FROM files"
+            "SELECT key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta FROM files "
+            + ("" if key is None else "WHERE key = ?"),
+            () if key is None else (key,),
         )
         for key, tenant, fingerprint, num_tokens, num_bytes, created, last_used, meta in found:
             yield EntryInfo(key, tenant, fingerprint, num_tokens, num_bytes, created, last_used, meta=json.loads(meta))

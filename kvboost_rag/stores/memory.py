@@ -11,7 +11,7 @@ from kvboost_rag.datamodels import StoreEntry
 from kvboost_rag.stores.base import EntryInfo, Store
 from kvboost_rag.stores.budget import DEFAULT_RATIO, host_memory_bytes, resolve_budget
 from kvboost_rag.stores.catalog import Catalog
-from kvboost_rag.stores.eviction import EvictionPolicy, make_policy
+from kvboost_rag.stores.eviction import EntryUse, EvictionPolicy, make_policy
 from kvboost_rag.stores.payload import own
 
 OnEvict = Callable[[StoreEntry], None]
@@ -79,17 +79,12 @@ class MemoryStore(Store):
     def entries(self) -> Iterator[EntryInfo]:
         with self._lock:
             held = [(entry, self._policy.entries[key]) for key, entry in self._entries.items()]
-        for entry, use in held:
-            yield EntryInfo(
-                entry.key,
-                entry.namespace,
-                entry.fingerprint,
-                len(entry.token_ids),
-                entry.num_bytes,
-                use.added,
-                use.last_used,
-                entry.meta,
-            )
+        return (_info_of(entry, use) for entry, use in held)
+
+    def info(self, key: str) -> EntryInfo | None:
+        with self._lock:
+            entry = self._entries.get(key)
+            return None if entry is None else _info_of(entry, self._policy.entries[key])
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -153,6 +148,19 @@ class MemoryStore(Store):
             self._policy.remove(key)
             self.stats.evictions[reason] += 1
         return entry
+
+
+def _info_of(entry: StoreEntry, use: EntryUse) -> EntryInfo:
+    return EntryInfo(
+        entry.key,
+        entry.namespace,
+        entry.fingerprint,
+        len(entry.token_ids),
+        entry.num_bytes,
+        use.added,
+        use.last_used,
+        entry.meta,
+    )
 
 
 class _Either:

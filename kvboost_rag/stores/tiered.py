@@ -108,6 +108,12 @@ class TieredStore(Store):
                     seen.add(info.key)
                     yield info
 
+    def info(self, key: str) -> EntryInfo | None:
+        return next((info for tier in reversed(self.tiers) if (info := tier.info(key)) is not None), None)
+
+    def promote(self, entry: StoreEntry) -> None:
+        self._copy_up(entry, [self._fast], self._deletions)
+
     @property
     def bytes_held(self) -> Mapping[str, int]:
         return {name: held for tier in self.tiers for name, held in tier.bytes_held.items()}
