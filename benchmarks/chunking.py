@@ -81,7 +81,7 @@ def report_divergence(engine: KVBoost, records: Sequence[dict], cuts: Sequence[t
     for index, (record, (text, cut)) in enumerate(zip(records, cuts, strict=True)):
         for name, chunks in cut.items():
             documents = [chunk.text for chunk in chunks]
-            engine.warm(documents)
+            engine.warm(documents, neighbours=None)
             prompt = messages(record["question"], [text])
             params = GenerationParams(max_new_tokens=args.answer_tokens)
             answer = engine.generate(prompt, reuse="off", params=params).token_ids

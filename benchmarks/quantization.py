@@ -34,7 +34,7 @@ def measure(engine: KVBoost, records: Sequence[dict[str, Any]], answer_tokens: i
     """For each repair the mean (KL first, KL mean, agreement) over the questions."""
     rows: list[list[tuple[float, float, float]]] = [[] for _ in REPAIRS]
     for record in track(records, label):
-        engine.warm(record["docs"])
+        engine.warm(record["docs"], neighbours=None)
         prompt = messages(record["question"], record["docs"])
         params = GenerationParams(max_new_tokens=answer_tokens)
         answer = engine.generate(prompt, reuse="off", params=params).token_ids

@@ -60,7 +60,7 @@ class Bench:
         encoding = EncodingConfig(quantization=codec)
         with KVBoost(self.loaded, store=store or MemoryStore(STORE_BYTES), encoding=encoding, profile=None) as engine:
             if documents:
-                report = engine.warm(documents)
+                report = engine.warm(documents, neighbours=None)
                 print(f"{report.num_chunks} documents, {report.chunk_tokens} tokens, warmed in {report.seconds:.1f} s")
             yield engine
 
@@ -168,7 +168,7 @@ def workloads(bench: Bench) -> None:
         with bench.engine() as engine:
             prompts = workload.make(documents, args.documents, count, 0)
             known = [d for d in documents if any(d in p.documents for p in prompts)]
-            report = engine.warm(known)
+            report = engine.warm(known, neighbours=None)
             rows = [
                 Ours(FULL, engine, reuse="off"),
                 PrefixByHand(engine.model, engine.tokens),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from kvboost_rag.datamodels import ChunkRecord, WarmReport
 from kvboost_rag.library import ChunkLibrary
@@ -45,6 +46,29 @@ class _Tally:
     tokens: int = 0
     encoded_tokens: int = 0
     num_bytes: int = 0
+
+
+def neighbour_choice(
+    neighbours: Literal["auto"] | int | Sequence[Sequence[str]] | None, default: int
+) -> tuple[int, Sequence[Sequence[str]] | None]:
+    """How many neighbours are to be found for each document, and the neighbours that the caller gave.
+
+    Raises:
+        TypeError, ValueError: it is neither `auto`, a number, None, nor a list of lists of texts.
+    """
+    if neighbours is None:
+        return 0, None
+    if isinstance(neighbours, str):
+        if neighbours != "auto":
+            raise ValueError(f"neighbours={neighbours!r}: expected auto, a number, None, or texts for each document")
+        return default, None
+    if isinstance(neighbours, int):
+        if isinstance(neighbours, bool) or neighbours < 0:
+            raise ValueError(f"neighbours={neighbours!r}: expected 0 or more")
+        return neighbours, None
+    if any(isinstance(texts, str) for texts in neighbours):
+        raise TypeError("neighbours must be a list of texts for each document, got one str; write [[text]]")
+    return 0, neighbours
 
 
 def register_documents(

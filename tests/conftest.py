@@ -13,6 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The environment of the person who runs the tests must not change what they test.
 for name in [name for name in os.environ if name.startswith("KVBOOST_") and name != "KVBOOST_CACHE_DIR"]:
     del os.environ[name]
+# Embedding and encoding contexts are not what most tests look at; those that do say so.
+os.environ["KVBOOST_NEIGHBOURS"] = "0"
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -58,7 +58,7 @@ class Runner(ExitStack):
         anchor = {"bos": self._loaded.tokenizer.bos_token or "", "head": self._head(shaped)}.get(arm.anchor, arm.anchor)
         engine = self._engine(arm.neighbours, arm.quantization, anchor)
         if arm.edited:
-            engine.warm(original.documents)  # what stands in the prompt is not what was indexed
+            engine.warm(original.documents, neighbours=None)  # what stands in the prompt is not what was indexed
             return engine
         behind = [self._near[d][-arm.neighbours :] for d in shaped.documents] if arm.neighbours else None
         engine.warm(shaped.documents, neighbours=behind)

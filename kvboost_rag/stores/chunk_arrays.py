@@ -19,7 +19,9 @@ CREATE TABLE IF NOT EXISTS arrays (
     namespace TEXT NOT NULL,
     key TEXT NOT NULL,
     bytes BLOB NOT NULL,
-    PRIMARY KEY (kind, fingerprint, namespace, key)) WITHOUT ROWID
+    PRIMARY KEY (kind, fingerprint, namespace, key)) WITHOUT ROWID;
+
+CREATE INDEX IF NOT EXISTS arrays_by_key ON arrays (key)
 """
 _SCOPE = "kind = ? AND fingerprint = ? AND namespace = ?"
 _PAGE = 500
@@ -32,6 +34,13 @@ def open_arrays(path: str | Path = ":memory:") -> Database:
         DamagedDatabaseError: the file is not a readable database; it may be deleted, what it held is computed anew.
     """
     return Database(path, _SCHEMA, _SCHEMA_VERSION)
+
+
+def forget_chunks(database: Database, keys: Iterable[str]) -> None:
+    """Delete the arrays of `keys`, of every kind, and wipe them from the file and its log."""
+    with database.transaction() as db:
+        db.executemany("DELETE FROM arrays WHERE key = ?", ((key,) for key in keys))
+    database.wipe_log()
 
 
 class ChunkArrays:
