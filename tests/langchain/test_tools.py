@@ -60,6 +60,14 @@ def test_plain_answers_are_streamed_in_pieces_with_tools_bound(chat: Any, saying
     assert len(chunks) > 5
 
 
+@pytest.mark.parametrize("text", ['{"city": "Velm"}', "a < b <", "```\ncode\n```"])
+def test_what_was_held_back_and_is_no_call_comes_at_the_end(chat: Any, saying: Any, text: str) -> None:
+    for path in ("stream", "astream", "invoke"):
+        answer = _ask(chat().bind_tools([look_up]), path, **saying(text))
+        assert answer.text == text
+        assert not answer.tool_calls
+
+
 def test_tools_are_in_the_prompt(chat: Any) -> None:
     ours = chat()
     count = ours.get_num_tokens_from_messages([HumanMessage("hi")])

@@ -151,6 +151,12 @@ def test_a_changed_document_takes_the_place_of_the_old(model: Any, store: KVBoos
     assert _hits(model, [TEXTS[1], TEXTS[2]]) == {"approximate": 2}
 
 
+def test_a_text_that_moves_to_another_id_in_one_call_stays(model: Any, store: KVBoostVectorStore) -> None:
+    store.add_texts([TEXTS[0]], ids=["a"])
+    store.add_texts([TEXTS[1], TEXTS[0]], ids=["a", "b"])
+    assert _held(model) == _known(model) == {TEXTS[0], TEXTS[1]}
+
+
 def test_two_stores_do_not_evict_each_others_documents(model: Any) -> None:
     one, two = (KVBoostVectorStore(InMemoryVectorStore(Letters()), model) for _ in range(2))
     one.add_texts(TEXTS[:1], ids=["a"])
