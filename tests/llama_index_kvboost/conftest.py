@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("llama_index.core")
 
-from llama_index.core import Settings
 from llama_index.llms.kvboost import KVBoostLLM
-from llama_index_kvboost.helpers import MakeLLM, WordEmbedding
+from llama_index_kvboost.helpers import MakeLLM, WordEmbedding, own_settings
 
 if TYPE_CHECKING:
     from kvboost_rag.models.load import LoadedModel
@@ -44,7 +43,6 @@ def make_llm(tiny_loaded: LoadedModel) -> Iterator[MakeLLM]:
 def llm(make_llm: MakeLLM) -> Iterator[KVBoostLLM]:
     """An LLM that is also the global one, with its own tokenizer."""
     made = make_llm()
-    before = Settings._llm, Settings._tokenizer, Settings._embed_model
-    Settings.llm, Settings.tokenizer, Settings.embed_model = made, made.tokenize, WordEmbedding()
-    yield made
-    Settings._llm, Settings._tokenizer, Settings._embed_model = before
+    with own_settings() as settings:
+        settings.llm, settings.tokenizer, settings.embed_model = made, made.tokenize, WordEmbedding()
+        yield made

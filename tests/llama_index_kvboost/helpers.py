@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import llama_index.core
 import numpy as np
 from corpus_texts import document
-from llama_index.core import Document, VectorStoreIndex
+from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.llms import ChatMessage
 from llama_index.core.node_parser import SentenceSplitter
@@ -50,3 +53,19 @@ def build_index(llm: KVBoostLLM, metadata: bool = False) -> VectorStoreIndex:
     """An index whose nodes were warmed."""
     splitter = SentenceSplitter(chunk_size=512, chunk_overlap=0)
     return VectorStoreIndex.from_documents(documents(metadata), transformations=[splitter, KVWarm(llm=llm)])
+
+
+@contextmanager
+def own_settings() -> Iterator[Any]:
+    """LlamaIndex' global settings, empty inside and as before afterwards."""
+    names = [name for name in vars(Settings) if name.startswith("_")]
+    before = {name: getattr(Settings, name) for name in names}
+    tokenizer_before = llama_index.core.global_tokenizer
+    for name in names:
+        setattr(Settings, name, None)
+    try:
+        yield Settings
+    finally:
+        for name, value in before.items():
+            setattr(Settings, name, value)
+        llama_index.core.global_tokenizer = tokenizer_before

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from llama_index.core import Settings, VectorStoreIndex
+from llama_index.core import VectorStoreIndex
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.llms import ChatMessage
 from llama_index.core.schema import TextNode
 from llama_index.llms.kvboost import KVBoostLLM, KVPrefetchPostprocessor, KVWarm
-from llama_index_kvboost.helpers import WordEmbedding
+from llama_index_kvboost.helpers import WordEmbedding, own_settings
 
 from kvboost_rag import KVBoost
 
@@ -111,11 +111,10 @@ def test_temperature_and_seed(model: KVBoostLLM) -> None:
 
 @pytest.fixture
 def index(model: KVBoostLLM) -> Iterator[VectorStoreIndex]:
-    before = Settings._llm, Settings._tokenizer, Settings._embed_model
-    Settings.llm, Settings.tokenizer, Settings.embed_model = model, model.tokenize, WordEmbedding()
-    nodes = [TextNode(text=text, metadata={"source": f"note {i}"}) for i, text in enumerate(FACTS)]
-    yield VectorStoreIndex(KVWarm(llm=model)(WordEmbedding()(nodes)))
-    Settings._llm, Settings._tokenizer, Settings._embed_model = before
+    with own_settings() as settings:
+        settings.llm, settings.tokenizer, settings.embed_model = model, model.tokenize, WordEmbedding()
+        nodes = [TextNode(text=text, metadata={"source": f"note {i}"}) for i, text in enumerate(FACTS)]
+        yield VectorStoreIndex(KVWarm(llm=model)(WordEmbedding()(nodes)))
 
 
 def test_questions_are_answered_from_reused_documents(model: KVBoostLLM, index: VectorStoreIndex) -> None:

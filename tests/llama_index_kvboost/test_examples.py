@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Settings
 from llama_index.core.instrumentation import get_dispatcher
+from llama_index_kvboost.helpers import own_settings
 
 pytestmark = pytest.mark.model
 
@@ -30,10 +30,9 @@ def clean(smollm2: Any) -> Iterator[None]:
         MiniLM()
     except ModelLoadError as error:
         pytest.skip(str(error))
-    before = Settings._llm, Settings._tokenizer, Settings._embed_model
     handlers = list(get_dispatcher().event_handlers)
-    yield
-    Settings._llm, Settings._tokenizer, Settings._embed_model = before
+    with own_settings():
+        yield
     get_dispatcher().event_handlers[:] = handlers
     close_all()
 

@@ -17,6 +17,7 @@ from llama_index.llms import kvboost
 from llama_index.llms.kvboost import KVBoostLLM
 from llama_index_kvboost.helpers import TEXTS, USER, MakeLLM
 
+from kvboost_rag import GenerationParams
 from kvboost_rag.decode import ContextOverflowError
 
 PROMPT = "The store holds keys"
@@ -172,9 +173,10 @@ def test_messages_to_prompt_of_the_caller_is_used(make_llm: MakeLLM) -> None:
 
 def test_stopping_ids_end_the_answer(make_llm: MakeLLM) -> None:
     llm = make_llm()
-    token_ids = llm.engine.generate(PROMPT).token_ids
-    response = make_llm(engine=llm.engine, stopping_ids=[token_ids[-1]]).complete(PROMPT)
-    assert response.raw["usage"]["completion_tokens"] == token_ids.index(token_ids[-1]) + 1 < 8
+    token_ids = llm.engine.generate(PROMPT, params=GenerationParams(max_new_tokens=8)).token_ids
+    stop = next(token for token in token_ids if token != token_ids[0])
+    response = make_llm(engine=llm.engine, stopping_ids=[stop]).complete(PROMPT)
+    assert response.raw["usage"]["completion_tokens"] == token_ids.index(stop) + 1
     assert response.raw["finish_reason"] == "stop"
 
 
