@@ -137,3 +137,148 @@ def test_metrics_are_served_while_a_job_runs(run, documents, model_folder, monke
     assert float(held[1]) > 0
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(address)
+
+
+COMMANDS = ("plan", "verify", "gc", "evict")
+
+
+def test_help_has_examples(run):
+    listed = run("--help")[1]
+    for command in COMMANDS:
+        assert command in listed
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert f"Example: kvboost-rag {command}" in out
+
+
+@pytest.mark.usefixtures("warmed")
+def test_verify_finds_gc_mends_warm_restores(run, warmed, disk):
+    code, out, err = run("verify")
+    assert code == 0, err
+    assert re.search(r"sound +[1-9]\d* files", out)
+    store = disk()
+    bent, gone = list(store.keys())[:2]
+    path = store.folder.path(bent)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    store.folder.remove(gone)
+    code, out, _ = run("verify")
+    assert code == 1
+    assert re.search(rf"{bent[:16]} +│ corrupt", out)
+    assert re.search(rf"{gone[:16]} +│ vanished", out)
+    assert "2 problems" in out
+    assert bent in store, "verify changes nothing"
+    code, out, err = run("gc")
+    assert code == 0, err
+    assert "1 corrupt removed, 1 rows of vanished files dropped" in out
+    assert run("verify")[0] == 0
+    assert "nothing to mend" in run("gc")[1]
+    assert warmed()["encoded"] == 2
+
+
+def test_evict_a_source(run, warmed, documents, disk):
+    before = len(disk())
+    code, out, err = run("evict", "--source", documents / "rotate.py")
+    assert code == 0, err
+    forgotten = int(re.search(r"(\d+) chunks forgotten", out)[1])
+    assert 0 < forgotten < before
+    assert "rotate.py" not in run("inspect", "--sources")[1]
+    assert len(disk().catalog) == before - forgotten
+    code, _, err = run("evict", "--source", documents / "rotate.py")
+    assert code == 1
+    assert re.fullmatch(r"error: no source .*rotate.py': kvboost-rag inspect --sources lists them\n", err)
+    assert warmed()["encoded"] >= forgotten
+
+
+def test_evict_what_is_unused_and_everything(run, warmed, disk):
+    held = len(disk())
+    assert "KV of 0 entries removed" in run("evict", "--older-than", 1)[1]
+    assert f"0 chunks forgotten, KV of {held} entries removed; 0 B on disk" in run("evict", "--older-than", 0)[1]
+    assert len(disk().catalog) == held
+    assert warmed()["encoded"] == held
+    warmed("--namespace", "a")
+    assert len(disk()) == 2 * held
+    assert f"{held} chunks forgotten" in run("evict", "--all", "--namespace", "a")[1]
+    assert len(disk()) == len(disk().catalog) == held
+    code, out, err = run("evict", "--all")
+    assert code == 0, err
+    assert "0 B on disk" in out
+    assert len(disk()) == len(disk().catalog) == 0
+    assert disk().catalog.sources() == []
+
+
+@pytest.mark.usefixtures("warmed")
+def test_looking_at_a_store_evicts_nothing(run, disk, monkeypatch):
+    """However small the share of the disk that a store opened without a budget would get."""
+    store = disk()
+    held = set(store.keys())
+    size = sum(store.bytes_held.values())
+    monkeypatch.setattr("kvboost_rag.stores.disk.disk_bytes", lambda folder: 2 * size)
+    for command in (("inspect",), ("verify",), ("gc",), ("evict", "--older-than", 1)):
+        assert run(*command)[0] == 0
+    assert {p.stem for p in store.folder.root.glob("chunks/*/*")} == held
+
+
+@pytest.mark.parametrize("codec", ["none", "k8v4"])
+def test_plan(run, documents, model_folder, tmp_path, codec):
+    code, out, err = run(
+        "plan", documents, "--model", model_folder, "--chunk-tokens", 64, "--neighbours", 2, "--quantization", codec,
+        "--memory-budget", "1GB", "--disk-budget", "40kB",
+    )  # fmt: skip
+    assert code == 0, err
+    size = re.search(r"corpus +([\d,]+) tokens in (\d+) chunks of (\d+)", out)
+    num_tokens, num_chunks, chunk_tokens = (int(n.replace(",", "")) for n in size.groups())
+    assert chunk_tokens == round(num_tokens / num_chunks) <= 64
+    per_token = re.search(r"\(([\d.]+) (k?B) a token\)", out)
+    per_token = float(per_token[1]) * (1000 if per_token[2] == "kB" else 1)
+    plain = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head_dim, bytes of a float32
+    assert plain < per_token < 1.6 * plain if codec == "none" else 100 < per_token < plain
+    assert "fits into the memory budget of 1.0 GB" in out
+    assert re.search(r"\d+% of it fits into the disk budget of 40.0 kB", out)
+    context = int(re.search(r"([\d,]+) tokens of encoding context", out)[1].replace(",", ""))
+    assert context > 2 * chunk_tokens
+    assert re.search(r"a chunk +[\d.]+ (ms|s) to load from disk \([\d.]+ [kMG]?B/s\), [\d.]+ (ms|s) to encode", out)
+    assert re.search(r"break-even at [\d.]+ [kMG]?B/s of load bandwidth: (loading|computing)", out)
+    assert not list(tmp_path.rglob(".kvboost-plan-*"))
+    assert not (tmp_path / "cache" / "stores").exists()
+
+
+def test_plan_without_files(run, model_folder):
+    code, out, err = run("plan", "--tokens", "1000000", "--model", model_folder, "--chunk-tokens", 256)
+    assert code == 0, err
+    assert "1,000,000 tokens in 3,907 chunks of 256" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("verify",), "no store at .*kvboost-rag warm PATH"),
+        (("gc",), "no store at"),
+        (("evict", "--all"), "no store at"),
+        (("evict",), "one of --source ID, --older-than DAYS, --all"),
+        (("evict", "--all", "--older-than", 3), "one of --source"),
+        (("evict", "--older-than", 3, "--namespace", "a"), "all namespaces"),
+        (("plan",), "files and folders, or --tokens N"),
+        (("plan", "nowhere"), "no such file or folder"),
+        (("plan", "--tokens", 5, "--quantization", "k2"), "quantization='k2'"),
+        (("plan", "--tokens", 5, "--disk-budget", "lots"), "--disk-budget 'lots'"),
+        (("warm", ".", "--memory-budget", "lots"), "--memory-budget 'lots'"),
+        (("ask", "what?", "--disk-budget", "lots"), "--disk-budget 'lots'"),
+        (("demo", "--disk-budget", "lots"), "--disk-budget 'lots'"),
+    ],
+)
+def test_errors_are_one_line(run, tmp_path, monkeypatch, arguments, said):
+    (tmp_path / "note.txt").write_text("a note")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*arguments)
+    assert code == 1
+    assert re.search(said, err)
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_a_metrics_port_that_is_taken_shows_before_a_model_is_loaded(run, documents):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = run("warm", documents, "--model", "missing/folder/x", "--metrics-port", port)
+    assert code == 1
+    assert re.match(rf"error: .*cannot serve metrics on 127.0.0.1:{port}", err)

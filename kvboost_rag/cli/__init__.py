@@ -1,4 +1,4 @@
-"""The command line: `kvboost-rag demo | warm | ask | inspect | probe | calibrate | profile`.
+"""The command line, `kvboost-rag`: one command a file.
 
 Commands import what they need when they run, so that `--help` answers at once.
 """
@@ -17,13 +17,17 @@ from kvboost_rag.cli.ask import ask
 from kvboost_rag.cli.calibrate import calibrate
 from kvboost_rag.cli.console import errors
 from kvboost_rag.cli.demo import demo
+from kvboost_rag.cli.evict import evict
+from kvboost_rag.cli.gc import gc
 from kvboost_rag.cli.inspect import inspect
+from kvboost_rag.cli.plan import plan
 from kvboost_rag.cli.probe import probe
 from kvboost_rag.cli.profile import profile
+from kvboost_rag.cli.verify import verify
 from kvboost_rag.cli.warm import warm
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
-for command in (demo, warm, ask, inspect, probe, calibrate, profile):
+for command in (demo, plan, warm, ask, inspect, verify, gc, evict, probe, calibrate, profile):
     app.command()(command)
 
 
