@@ -158,3 +158,16 @@ async def test_a_model_without_tools_in_its_template_can_be_a_react_agent(make_l
     result = await ReActAgent(tools=[ADD], llm=llm).run("2 + 3?")
     assert str(result) == "It is 5."
     assert "Observation: 5" in says.prompts[1]
+
+
+def test_tools_that_cannot_reach_the_prompt_are_refused(make_llm: MakeLLM) -> None:
+    llm = make_llm(messages_to_prompt=lambda messages: messages[-1].content)
+    with pytest.raises(ValueError, match="messages_to_prompt"):
+        llm.chat_with_tools([ADD], "2 + 3?")
+
+
+def test_other_templates_have_tools_in_words(make_llm: MakeLLM) -> None:
+    llm = make_llm(is_function_calling_model=True, max_new_tokens=100)
+    says = speak(llm, CALL)
+    assert llm.predict_and_call([ADD], "2 + 3?").response == "5"
+    assert '"name": "add"' in says.prompts[0]

@@ -52,14 +52,21 @@ class Call:
     tool_names: tuple[str, ...] = field(default=())
 
     def events(self) -> Generator[StreamEvent, None, None]:
-        """The engine's events; blocks while the model is loaded and computes."""
+        """The engine's events; blocks while the model is loaded and computes.
+
+        Raises:
+            ValueError: tools, but no chat template that could write them into the prompt.
+        """
         engine = self.spec.get()
         prompt: Any = self.prompt
+        if self.tool_names and (isinstance(prompt, str) or not engine.tokenizer.chat_template):
+            raise ValueError(
+                "tools are written into the prompt by the tokenizer's chat template, and this call does not use one: "
+                "leave out messages_to_prompt, set tokenizer.chat_template, or use a ReActAgent"
+            )
         if not isinstance(prompt, str):
-            if not engine.tokenizer.chat_template:
-                prompt = generic_messages_to_prompt(prompt)
-            else:
-                prompt = template_messages(prompt)
+            has_template = bool(engine.tokenizer.chat_template)
+            prompt = template_messages(prompt) if has_template else generic_messages_to_prompt(prompt)
         with closing(engine.stream(prompt, **self.options)) as events:  # type: ignore[type-var]
             yield from events
 
