@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_rag.config import EncodingConfig, GenerationParams
+from kvboost_rag.config import EncodingConfig, GenerationParams, ReuseConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
 from kvboost_rag.engine import KVBoost
 from kvboost_rag.stores import MemoryStore, open_store
@@ -78,7 +78,8 @@ def test_the_codec_changes_the_answer_only_a_little(tiny_model) -> None:
 
 
 def test_a_damaged_file_costs_an_encoding_and_nothing_else(tiny_model, tmp_path: Path) -> None:
-    engine = KVBoost(tiny_model("llama"), store=open_store(tmp_path, memory_bytes=0))
+    store = open_store(tmp_path, memory_bytes=0)
+    engine = KVBoost(tiny_model("llama"), store=store, config=ReuseConfig(disk_load="always"))
     clean = engine.logits(PROMPT, documents=DOCUMENTS, strict=True)
     disk = disk_of(engine.store)
     keys = engine.store.catalog.hashes()
