@@ -89,3 +89,24 @@ class Encoder:
         start = len(job.context_ids)
         keys, values = hf_cache.split_batch(layers, item, start, job.num_tokens)
         return position_free(self.layout.stack(keys, values), self.layout, start, tables)
+
+
+def context_sensitivity(kv: ChunkKV, alone: ChunkKV) -> torch.Tensor:
+    """How much each token of a chunk depends on what stood before it: float16 `[seq_len]`.
+
+    Relative L2 distance √((δ_k² + δ_v²) / 2), δ = ‖behind context − alone‖₂ / ‖alone‖₂ over heads and head dimensions
+    of one token at one layer, mean over layers.
+
+    Args:
+        kv: encoded behind its context; keys `[num_layers_in_group, num_kv_heads, seq_len, key_head_dim]`.
+        alone: the same tokens encoded behind less.
+    """
+    layers = []
+    for key, value, alone_key, alone_value in zip(kv.keys, kv.values, alone.keys, alone.values, strict=True):
+        squares = [
+            (new.float() - old.float()).square().sum((1, 3)) / old.float().square().sum((1, 3)).clamp_min(1e-12)
+            for new, old in ((key, alone_key), (value, alone_value))
+        ]
+        layers.append((sum(squares) / 2).sqrt())
+    distance = torch.cat(layers).mean(0)
+    return distance.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)

@@ -91,7 +91,7 @@ class DocumentIndex:
         namespace: str | None = None,
         progress: Callable[[WarmProgress], None] | None = None,
     ) -> SourceReport:
-        """Make a source have these chunks: new ones are encoded, those it has lost are forgotten, the rest costs nothing.
+        """Make a source have these chunks: new ones are encoded, lost ones forgotten, the rest costs nothing.
 
         Args:
             source_id: any text that is not empty; one that is known is changed.
@@ -119,7 +119,7 @@ class DocumentIndex:
         new = [r.content_hash for r in register_documents(self._library, chosen, None, tenant)]
         old = self.chunks_of(source_id, namespace=tenant)
         catalog, fingerprint = self._library.store.catalog, self._library.fingerprint
-        # Old and new until the new ones are encoded and the others forgotten, so that no chunk is ever without a source.
+        # Old and new until all is done, so that no chunk is ever without a source.
         catalog.link(fingerprint, tenant, source_id, list(dict.fromkeys([*old, *new])))
         report = self._warm(chosen, neighbours=neighbours, embeddings=embeddings, namespace=tenant, progress=progress)
         removed = list(dict.fromkeys(key for key in old if key not in set(new)))

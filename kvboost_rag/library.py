@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from kvboost_rag import quantization
 from kvboost_rag.chunk_keys import content_hash, context_hash
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, StoreEntry
-from kvboost_rag.encode import Encoder, EncodingJob
+from kvboost_rag.encode import Encoder, EncodingJob, context_sensitivity
 from kvboost_rag.metrics import Metrics
 from kvboost_rag.prompt_tokens import PromptTokens
 from kvboost_rag.segments import KnownTexts, canonical_text
@@ -20,6 +22,9 @@ from kvboost_rag.stores import maintenance
 from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.catalog import CatalogVersion
 from kvboost_rag.stores.cost import CostModel
+
+SENSITIVITY = "sensitivity"
+"""Name of the tensor `[seq_len]` in a stored entry."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,11 @@ class FetchedChunk:
         return self.payload.num_bytes
 
     @property
+    def sensitivity(self) -> torch.Tensor | None:
+        """Float16 `[seq_len]` (`encode.context_sensitivity`), or None if it is not stored with the chunk."""
+        return self.payload.tensors.get(SENSITIVITY)
+
+    @property
     def kv(self) -> ChunkKV:
         """Position-free KV in the model's dtype; decoded at each call."""
         return quantization.decode(self.payload.tensors, self.payload.meta)
@@ -60,6 +70,7 @@ class ChunkIdentity:
         max_positions: longest prompt that can be reused, or None.
         quantization: codec of stored KV.
         batch_size: chunks encoded in one forward.
+        sensitivity: whether each chunk's context sensitivity is stored with it.
     """
 
     fingerprint: str
@@ -68,6 +79,7 @@ class ChunkIdentity:
     max_positions: int | None = None
     quantization: str = "none"
     batch_size: int = 1
+    sensitivity: bool = False
 
     @classmethod
     def of(
@@ -78,7 +90,15 @@ class ChunkIdentity:
         if encoding.anchor:
             anchor = tokens.default_anchor_ids(None if encoding.anchor == "auto" else encoding.anchor)
         separator = tokens.document_ids(encoding.separator) if encoding.separator else ()
-        return cls(fingerprint, anchor, separator, max_positions, encoding.quantization, encoding.batch_size)
+        return cls(
+            fingerprint,
+            anchor,
+            separator,
+            max_positions,
+            encoding.quantization,
+            encoding.batch_size,
+            encoding.sensitivity,
+        )
 
 
 @dataclass
@@ -203,6 +223,8 @@ class ChunkLibrary:
         entry = self.store.get(record.content_hash, self.check(record)[1])
         if entry is None or entry.meta.get("setting") != self.identity.quantization:
             return None  # KV of another codec has other bits than encoding the chunk here would give
+        if self.identity.sensitivity and SENSITIVITY not in entry.tensors:
+            return None
         return FetchedChunk(record, entry, HitKind.APPROXIMATE)
 
     def encode(self, record: ChunkRecord, again: bool = False) -> FetchedChunk:
@@ -217,12 +239,13 @@ class ChunkLibrary:
         start = time.perf_counter()
         entry = self._pack(record, self.encoder.encode(job), check, self.encoder.signature)
         self.encoder.synchronise()
-        self.costs.observe_encode(job.num_tokens, time.perf_counter() - start)
+        num_tokens = self._forwarded(record, job)
+        self.costs.observe_encode(num_tokens, time.perf_counter() - start)
         if not again:
             return self._put(record, entry, job)
         self.store.promote(entry)
         self.store.touch(entry.key)
-        return FetchedChunk(record, entry, HitKind.ENCODED, job.num_tokens)
+        return FetchedChunk(record, entry, HitKind.ENCODED, num_tokens)
 
     def encode_many(self, records: Sequence[ChunkRecord]) -> list[FetchedChunk]:
         """`encode` for several chunks, in one forward where there is more than one."""
@@ -239,6 +262,8 @@ class ChunkLibrary:
     def _pack(self, record: ChunkRecord, kv: ChunkKV, check: EntryCheck, signature: str) -> StoreEntry:
         """Freshly encoded KV as the store keeps it."""
         tensors, meta = quantization.encode(kv, self.identity.quantization)
+        if self.identity.sensitivity:
+            tensors[SENSITIVITY] = self._sensitivity(record, kv)
         if self.metrics is not None:
             self.metrics.record_encoded(meta)
         return StoreEntry(
@@ -253,7 +278,19 @@ class ChunkLibrary:
 
     def _put(self, record: ChunkRecord, entry: StoreEntry, job: EncodingJob) -> FetchedChunk:
         """A store that cannot keep it costs the next call another encoding."""
-        return FetchedChunk(record, entry, HitKind.ENCODED, job.num_tokens, self.store.put(entry))
+        return FetchedChunk(record, entry, HitKind.ENCODED, self._forwarded(record, job), self.store.put(entry))
+
+    def _sensitivity(self, record: ChunkRecord, kv: ChunkKV) -> torch.Tensor:
+        if self.encoder is None or not record.anchor_ids + record.neighbours:
+            return torch.zeros(kv.seq_len, dtype=torch.float16)  # encoded alone, so nothing to compare with
+        return context_sensitivity(kv, self.encoder.encode(self._lesser_job(record))).cpu()
+
+    def _lesser_job(self, record: ChunkRecord) -> EncodingJob:
+        """The chunk behind the anchor alone; one that has no neighbours anyway, behind nothing."""
+        return EncodingJob(record.token_ids, record.anchor_ids if record.neighbours else ())
+
+    def _forwarded(self, record: ChunkRecord, job: EncodingJob) -> int:
+        return job.num_tokens + (self._lesser_job(record).num_tokens if self.identity.sensitivity else 0)
 
     def fetch(self, record: ChunkRecord) -> FetchedChunk:
         """The chunk's KV from the store, or else encoded now."""

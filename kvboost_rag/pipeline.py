@@ -82,6 +82,7 @@ class Pipeline:
         self._assemble(located, chunks, cache.buffer)
         clock.lap("realign_ms")
         context = self._context(located, cache.buffer, config)
+        context.sensitivity = _joined([chunk.sensitivity for chunk in chunks])
         plan = strategy.plan(context)
         clock.lap("repair_ms")
         created += sum(len(c.record.token_ids) for c in chunks if c.hit is HitKind.ENCODED)
@@ -141,6 +142,12 @@ class Pipeline:
 
     def _tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
         return prompt_tensor(self.model, ids)
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Sensitivity of all document tokens, float32 `[num_document_tokens]`; None if some document has none."""
+    known = [part.float().cpu() for part in parts if part is not None]
+    return torch.cat(known) if known and len(known) == len(parts) else None
 
 
 def prompt_tensor(model: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:

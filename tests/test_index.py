@@ -87,7 +87,7 @@ def test_warm_chooses_the_most_similar_chunks_nearest_last(make_engine: MakeEngi
     for i, text in enumerate(TEXTS):
         cosines = [float(vectors[i] @ vectors[TEXTS.index(other)]) for other in behind(engine, text)]
         assert len(cosines) == 2
-        assert cosines == sorted(cosines)
+        assert cosines[0] <= cosines[1] + 1e-5
         assert cosines[-1] == pytest.approx(max(c for j, c in enumerate(vectors @ vectors[i]) if j != i))
 
 

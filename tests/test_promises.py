@@ -63,7 +63,7 @@ def test_full_repair_is_full_prefill(make_engine: MakeEngine, family: str) -> No
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_cold_equals_warm_equals_evicted(make_engine: MakeEngine, family: str, strategy: str) -> None:
-    engine = make_engine(family)
+    engine = make_engine(family, encoding=EncodingConfig(sensitivity=True))
     text = prompt(DOCUMENTS)
     options: dict[str, Any] = {"documents": DOCUMENTS, "repair": strategy, "strict": True}
     cold = engine.generate(text, params=EIGHT, **options)
@@ -230,7 +230,7 @@ def test_new_text_between_documents(make_engine: MakeEngine) -> None:
 def test_every_arrangement_works(
     make_engine: MakeEngine, case: str, documents: list[str], text: str, strategy: str
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(encoding=EncodingConfig(sensitivity=True))
     engine.warm(documents)
     result = engine.generate(text, params=EIGHT, repair=strategy, strict=True)
     assert result.usage.output_tokens >= 1

@@ -6,9 +6,11 @@ from kvboost_rag.repair.full import FullRepair
 from kvboost_rag.repair.none import NoRepair
 from kvboost_rag.repair.query import QueryRepair
 from kvboost_rag.repair.selective import SelectiveRepair
+from kvboost_rag.repair.sensitivity import SensitivityRepair
 
 STRATEGIES: dict[str, type[RepairStrategy]] = {
-    strategy.name: strategy for strategy in (NoRepair, SelectiveRepair, CacheBlendRepair, QueryRepair, FullRepair)
+    strategy.name: strategy
+    for strategy in (NoRepair, SelectiveRepair, CacheBlendRepair, QueryRepair, SensitivityRepair, FullRepair)
 }
 
 __all__ = [
@@ -20,4 +22,5 @@ __all__ = [
     "RepairContext",
     "RepairStrategy",
     "SelectiveRepair",
+    "SensitivityRepair",
 ]

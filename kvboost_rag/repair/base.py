@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_rag.config import ResolvedConfig
+from kvboost_rag.config import ConfigError, ResolvedConfig
 from kvboost_rag.models.kv_buffer import KVBuffer
 from kvboost_rag.models.row_forward import RowPlan
 
@@ -56,6 +56,22 @@ class RepairContext:
     def max_rows(self) -> int:
         """Document rows that may be recomputed at most."""
         return int(self.config.max_recompute_ratio * self.num_document_tokens)
+
+    @property
+    def known_sensitivity(self) -> torch.Tensor:
+        """`sensitivity`, float32 `[num_document_tokens]`.
+
+        Raises:
+            ConfigError: some document has none.
+        """
+        if self.sensitivity is None:
+            if self.num_document_tokens == 0:
+                return torch.empty(0)
+            raise ConfigError(
+                "this repair needs each document's context sensitivity, which is not stored for all of them: make the "
+                "engine with EncodingConfig(sensitivity=True) and warm the documents, or choose another strategy"
+            )
+        return self.sensitivity.cpu().float()
 
     def with_fresh(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows` and the fresh rows, ascending, each once."""

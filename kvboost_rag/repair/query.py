@@ -47,8 +47,8 @@ class QueryRepair(RepairStrategy):
         if deviation is not None:
             context.deviation_per_chunk = tuple(float(part.mean()) for part in context.per_chunk(deviation))
             scores = scores * deviation.sqrt()
-        elif self.weight == "sensitivity" and context.sensitivity is not None:
-            scores = scores * context.sensitivity.cpu().float().sqrt()
+        elif self.weight == "sensitivity":
+            scores = scores * context.known_sensitivity.sqrt()
         chosen = choose(scores, context, deviation)
         return RowPlan(context.with_fresh(context.document_rows[chosen]))
 

@@ -10,7 +10,7 @@ import torch
 from corpus_texts import document, prompt
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.config import ConfigError, ReuseConfig
+from kvboost_rag.config import ConfigError, EncodingConfig, ReuseConfig
 from kvboost_rag.datamodels import SegmentKind
 from kvboost_rag.models.row_attention import AttentionCall
 from kvboost_rag.repair import STRATEGIES, CacheBlendRepair, QueryRepair, RepairStrategy, SelectiveRepair
@@ -24,7 +24,7 @@ ONE = GenerationParams(max_new_tokens=1)
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Any) -> Iterator[KVBoost]:
-    with KVBoost(tiny_model("llama")) as engine:
+    with KVBoost(tiny_model("llama"), encoding=EncodingConfig(sensitivity=True)) as engine:
         engine.warm(DOCUMENTS)
         yield engine
 
