@@ -16,7 +16,9 @@ def plain_forward(model: Any, ids: torch.Tensor, start: int = 0) -> tuple[torch.
     """Logits `[seq_len, vocab_size]` and KV of every layer, by one ordinary forward at positions `start…`."""
     cache = hf_cache.full_length_cache()
     positions = torch.arange(start, start + len(ids))[None]
-    output = model(input_ids=ids[None], position_ids=positions, use_cache=True, **{hf_cache.cache_argument(model): cache})
+    output = model(
+        input_ids=ids[None], position_ids=positions, use_cache=True, **{hf_cache.cache_argument(model): cache}
+    )
     return output.logits[0], hf_cache.layers_of(cache)
 
 
