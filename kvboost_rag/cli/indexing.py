@@ -14,7 +14,7 @@ from kvboost_rag.corpus import SourceText
 if TYPE_CHECKING:
     from kvboost_rag.datamodels import WarmReport
     from kvboost_rag.engine import KVBoost
-    from kvboost_rag.retrieval import RememberedVectors
+    from kvboost_rag.retrieval import RememberedVectors, Vectors
     from kvboost_rag.warm import WarmProgress
 
 
@@ -62,8 +62,8 @@ def index_sources(
     chunks = _split(engine, sources, plan)
     dropped = _settle_sources(engine, chunks, below)
     texts = list(dict.fromkeys(text for group in chunks.values() for text in group))
-    neighbours = _neighbours(engine, embedder, texts, plan.neighbours)
-    return IndexReport(_warm(engine, texts, neighbours), len(sources), dropped)
+    vectors = _embed(embedder, texts) if plan.neighbours and texts else None
+    return IndexReport(_warm(engine, texts, vectors, plan.neighbours), len(sources), dropped)
 
 
 def _split(engine: KVBoost, sources: Sequence[SourceText], plan: ChunkPlan) -> dict[str, list[str]]:
@@ -92,25 +92,15 @@ def _settle_sources(engine: KVBoost, chunks: dict[str, list[str]], below: Sequen
     return engine.evict([record.text for record in held.values()]) if held else 0
 
 
-def _neighbours(engine: KVBoost, embedder: RememberedVectors, texts: list[str], count: int) -> list[list[str]]:
-    """For each text the texts it is to be encoded behind, nearest last."""
-    from kvboost_rag.neighbours import NeighbourRules, choose_neighbours
-    from kvboost_rag.vector_index import VectorIndex
-
+def _embed(embedder: RememberedVectors, texts: list[str]) -> Vectors:
     with progress_bar("{task.completed}/{task.total} chunks") as bar:
         task = bar.add_task("embedding", total=len(texts))
         vectors = embedder.embed(texts, lambda done, _: bar.update(task, completed=done))
         bar.update(task, completed=len(texts))
-    records = [engine.library.describe(text, engine.config.namespace) for text in texts]
-    by_key = {record.content_hash: record for record in records}
-    index = VectorIndex()
-    index.add([record.content_hash for record in records], vectors)
-    num_tokens = {key: len(record.token_ids) for key, record in by_key.items()}
-    chosen = choose_neighbours(index, list(by_key), num_tokens, NeighbourRules(count=count))
-    return [[by_key[key].text for key in chosen[record.content_hash]] for record in records]
+    return vectors
 
 
-def _warm(engine: KVBoost, texts: list[str], neighbours: list[list[str]]) -> WarmReport:
+def _warm(engine: KVBoost, texts: list[str], vectors: Vectors | None, neighbours: int) -> WarmReport:
     stopped = False
     with progress_bar("{task.fields[rate]}", "{task.fields[left]}") as bar:
         task = bar.add_task("encoding", total=None, rate="", left="")
@@ -128,7 +118,7 @@ def _warm(engine: KVBoost, texts: list[str], neighbours: list[list[str]]) -> War
             )
 
         try:
-            return engine.warm(texts, neighbours=neighbours, progress=show)
+            return engine.warm(texts, neighbours=neighbours, embeddings=vectors, progress=show)
         except KeyboardInterrupt:
             stopped = True
             console.print("stopping after this chunk; run the command again to go on from here")
