@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +27,7 @@ from kvboost_rag.divergence import kl_per_token
 from kvboost_rag.encode import Encoder
 from kvboost_rag.index import DocumentIndex
 from kvboost_rag.library import ChunkIdentity, ChunkLibrary
-from kvboost_rag.lookup import LocatedPrompt, Messages, document_texts, locate
+from kvboost_rag.lookup import STORE_FAULTS, LocatedPrompt, Messages, document_texts, locate, locate_without_store
 from kvboost_rag.metrics import Metrics
 from kvboost_rag.model_profile import ModelProfile, load_profile, say_once
 from kvboost_rag.models.load import LoadedModel, load_model
@@ -303,15 +303,18 @@ class KVBoost:
         """All stages of one request, in the worker."""
         clock = StageClock(request.started, self.model.device.type)
         self._counts["requests"] += 1
-        located = self._locate(request)
-        if self._pipeline is not None and request.config.reuse == "blend":
+        located, fault = self._locate_or_fall_back(request)
+        if self._pipeline is not None and request.config.reuse == "blend" and fault is None:
             self._notice.check(located, self.library, request.config.namespace)
         clock.lap("segment_ms")
         room = self._room(len(located.token_ids), request.params)
         request = replace(request, params=replace(request.params, max_new_tokens=room))
         self._announce(request)
         with self._pinned(located, request.config):
-            prepared = self._prepare(located, request, room, clock)
+            if fault is None:
+                prepared = self._prepare(located, request, room, clock)
+            else:
+                prepared = plain(self.model, located, fault)
             result = build_result(self._decode(located, prepared, request, (emit, cancelled), clock))
         self._note_deviations(result)
         if self.metrics is not None:
@@ -333,7 +336,8 @@ class KVBoost:
         """Tell eviction how much each chunk depends on what stands around it."""
         for segment in result.segments:
             if segment.content_hash is not None and segment.deviation is not None and isfinite(segment.deviation):
-                self.store.note_deviation(segment.content_hash, segment.deviation)
+                with suppress(Exception):  # advice for later; the answer is ready
+                    self.store.note_deviation(segment.content_hash, segment.deviation)
 
     def profile_notice(self) -> str | None:
         """What the model runs on where that is not a profile it passed; None if that was said in this process."""
@@ -345,6 +349,14 @@ class KVBoost:
         """Log the notice when it begins to matter, unless somebody showed it already."""
         if request.config.reuse != "off" and (notice := self.profile_notice()):
             logger.warning(notice)
+
+    def _locate_or_fall_back(self, request: Request) -> tuple[LocatedPrompt, str | None]:
+        """The located prompt, and the fault if the catalog could not be asked."""
+        try:
+            return self._locate(request), None
+        except STORE_FAULTS as error:
+            fault = self._fault(error, request.config)
+            return locate_without_store(self.tokens, request.prompt, request.documents, request.template), fault
 
     def _locate(self, request: Request) -> LocatedPrompt:
         register = self._pipeline is not None and request.config.reuse != "off"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -210,13 +210,16 @@ class ChunkLibrary:
     def pinned(self, records: Iterable[ChunkRecord]) -> Iterator[None]:
         """Keep chunks from being evicted to make room for each other while the block runs."""
         keys = list(dict.fromkeys(record.content_hash for record in records))
+        # A store that cannot pin may evict a chunk early: that costs time, not the answer.
         for key in keys:
-            self.store.pin(key)
+            with suppress(Exception):
+                self.store.pin(key)
         try:
             yield
         finally:
             for key in keys:
-                self.store.unpin(key)
+                with suppress(Exception):
+                    self.store.unpin(key)
 
     def load(self, record: ChunkRecord) -> FetchedChunk | None:
         """The chunk's KV from the store, or None (a miss)."""

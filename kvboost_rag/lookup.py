@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvboost_rag.datamodels import ChunkRecord, Segment, SegmentKind
 from kvboost_rag.library import ChunkLibrary
-from kvboost_rag.segments import split_prompt
+from kvboost_rag.prompt_tokens import PromptTokens
+from kvboost_rag.segments import KnownTexts, split_prompt
+from kvboost_rag.stores import StoreError
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -51,6 +54,20 @@ def document_texts(documents: Sequence[Any] | None) -> list[str]:
             raise TypeError(f"documents[{index}] is a {type(document).__name__}; expected a str")
         texts.append(text)
     return texts
+
+
+STORE_FAULTS = (OSError, sqlite3.Error, StoreError)
+"""What a catalog raises when it cannot be read; everything else that `locate` raises is about the prompt."""
+
+
+def locate_without_store(
+    tokens: PromptTokens, prompt: str | Messages, documents: Sequence[str], template: Mapping[str, Any]
+) -> LocatedPrompt:
+    """The prompt for plain prefill when the catalog cannot be asked; raises as `locate` does."""
+    rendered = not isinstance(prompt, str)
+    text = prompt if isinstance(prompt, str) else tokens.render(prompt, **template)
+    segments = tokens.segment(split_prompt(text, KnownTexts(), documents), rendered=rendered)
+    return LocatedPrompt(segments, (None,) * len(segments))
 
 
 def locate(

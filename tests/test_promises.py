@@ -272,7 +272,7 @@ def test_stage_times_add_up(make_engine: MakeEngine, options: dict[str, Any]) ->
 # 10. Failure inside reuse falls back to plain prefill (once logged, counted), unless strict.
 
 
-@pytest.mark.parametrize("broken", ["store.get", "repair", "layer"])
+@pytest.mark.parametrize("broken", ["store.get", "catalog", "repair", "layer"])
 def test_faults_fall_back_to_plain_prefill(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
@@ -286,6 +286,8 @@ def test_faults_fall_back_to_plain_prefill(
 
     if broken == "store.get":
         monkeypatch.setattr(type(engine.store), "get", fail)
+    elif broken == "catalog":
+        monkeypatch.setattr(type(engine.store.catalog), "version", fail)
     elif broken == "repair":
         monkeypatch.setattr(STRATEGIES["query"], "plan", fail)
     else:  # fails in the middle of the final pass, inside `generate`
