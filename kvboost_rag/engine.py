@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvboost_rag.chunk_keys import model_fingerprint
@@ -18,30 +15,27 @@ from kvboost_rag.config import (
     ConfigError,
     EncodingConfig,
     GenerationParams,
-    ResolvedConfig,
     ReuseConfig,
 )
 from kvboost_rag.datamodels import GenerationResult, StreamEvent, WarmReport
-from kvboost_rag.decode import ContextOverflowError, Decoder
+from kvboost_rag.decode import Decoder
 from kvboost_rag.divergence import kl_per_token
 from kvboost_rag.encode import Encoder
 from kvboost_rag.index import DocumentIndex
 from kvboost_rag.library import ChunkIdentity, ChunkLibrary
-from kvboost_rag.lookup import STORE_FAULTS, LocatedPrompt, Messages, document_texts, locate, locate_without_store
+from kvboost_rag.lookup import Messages, document_texts
 from kvboost_rag.metrics import Metrics
 from kvboost_rag.model_profile import ModelProfile, load_profile, say_once
 from kvboost_rag.models.load import LoadedModel, load_model
 from kvboost_rag.models.probe import ProbeReport, probe
-from kvboost_rag.pipeline import Pipeline, Prepared, plain
+from kvboost_rag.pipeline import Pipeline
 from kvboost_rag.prefix_cache import PrefixCache
 from kvboost_rag.prompt_tokens import PromptTokens
 from kvboost_rag.repair import STRATEGIES, NoRepair, RepairStrategy
-from kvboost_rag.report import Outcome, build_result
-from kvboost_rag.rewritten import RewrittenNotice
+from kvboost_rag.serving import Request, Server, context_tokens, reuse_limit
 from kvboost_rag.shadow import MAX_ANSWER_TOKENS, Shadow, ShadowSample, ShadowStats
 from kvboost_rag.similar_chunks import SimilarChunks
 from kvboost_rag.stores import Store, open_store
-from kvboost_rag.timing import StageClock
 from kvboost_rag.warm import WarmProgress, neighbour_choice, register_documents, warm
 from kvboost_rag.worker import Stream, Worker
 
@@ -49,19 +43,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of `generate` or `stream`, with every choice made."""
-
-    prompt: str | Messages
-    documents: list[str]
-    params: GenerationParams
-    config: ResolvedConfig
-    strategy: RepairStrategy
-    template: dict[str, Any]
-    started: float
 
 
 @dataclass(frozen=True)
@@ -119,26 +100,25 @@ class KVBoost:
         self.metrics = Metrics(self.name) if metrics is True else metrics or None
         if self.metrics is not None:
             self.metrics.watch(self.store)
-        self._counts: Counter[str] = Counter()
-        self._notice = RewrittenNotice()
-        self._decoder = Decoder(self.model, self.tokens, loaded.eos_token_ids)
         self._worker = Worker(f"kvboost-{self.name}")
         self.shadow = Shadow(self.name, lambda: self._worker.is_idle, self._record_shadow)
         fingerprint = model_fingerprint(self.model, self.tokenizer)
         self._profile_given = profile != "auto"
         self.profile = load_profile(fingerprint) if profile == "auto" else profile
-        identity = ChunkIdentity.of(fingerprint, self.tokens, self.encoding, self._reuse_limit)
+        identity = ChunkIdentity.of(fingerprint, self.tokens, self.encoding, reuse_limit(self.model, self.probe))
         encoder = Encoder(self.model, self.probe.layout) if self.probe.layout is not None else None
         self.library = ChunkLibrary(self.store, encoder, self.tokens, identity)
         self.library.metrics = self.metrics
         self.similar = SimilarChunks(self.library, self.encoding.embedder)
         self.index = DocumentIndex(self.library, self.warm, self._forget, self.config.namespace)
-        self._pipeline: Pipeline | None = None
+        pipeline: Pipeline | None = None
         if self.probe.layout is None:
             logger.warning("%s is served by plain prefill: %s", self.name, self.probe.reason)
         else:
             prefixes = PrefixCache(self.store, self.model, fingerprint, self.encoding.block_tokens)
-            self._pipeline = Pipeline(self.model, self.probe.layout, self.library, prefixes)
+            pipeline = Pipeline(self.model, self.probe.layout, self.library, prefixes)
+        decoder = Decoder(self.model, self.tokens, loaded.eos_token_ids)
+        self._server = Server(self.model, self.probe, self.library, pipeline, decoder)
 
     @classmethod
     def from_pretrained(
@@ -159,13 +139,7 @@ class KVBoost:
     @property
     def context_tokens(self) -> int | None:
         """Tokens that prompt and answer may have together, or None where the model does not say."""
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return int(limit) if limit else None
-
-    @property
-    def _reuse_limit(self) -> int | None:
-        limits = [n for n in (self.context_tokens, self.probe.max_positions) if n is not None]
-        return min(limits, default=None)
+        return context_tokens(self.model)
 
     def warm(
         self,
@@ -193,7 +167,7 @@ class KVBoost:
         """
         texts = document_texts(documents)
         tenant = self.config.namespace if namespace is None else namespace
-        if self._pipeline is None:
+        if not self.probe.reusable:
             logger.warning("nothing was warmed: %s", self.probe.reason)
             return WarmReport(len(texts), 0, 0, len(texts), 0, 0, 0, 0.0)
         count, given = neighbour_choice(neighbours, self.encoding.neighbours)
@@ -210,7 +184,7 @@ class KVBoost:
             How many of them are known now; those that cannot be chunks (empty, too long) are passed over.
         """
         tenant = self.config.namespace if namespace is None else namespace
-        if self._pipeline is None:
+        if not self.probe.reusable:
             return 0
         return self.library.register_all(document_texts(documents), tenant)
 
@@ -300,23 +274,9 @@ class KVBoost:
         return self.profile.defaults if self.profile is not None else None
 
     def _serve(self, request: Request, emit: Callable[[StreamEvent], None], cancelled: threading.Event) -> None:
-        """All stages of one request, in the worker."""
-        clock = StageClock(request.started, self.model.device.type)
-        self._counts["requests"] += 1
-        located, fault = self._locate_or_fall_back(request)
-        if self._pipeline is not None and request.config.reuse == "blend" and fault is None:
-            self._notice.check(located, self.library, request.config.namespace)
-        clock.lap("segment_ms")
-        room = self._room(len(located.token_ids), request.params)
-        request = replace(request, params=replace(request.params, max_new_tokens=room))
+        """One request, in the worker, and what others learn from it."""
         self._announce(request)
-        with self._pinned(located, request.config):
-            if fault is None:
-                prepared = self._prepare(located, request, room, clock)
-            else:
-                prepared = plain(self.model, located, fault)
-            result = build_result(self._decode(located, prepared, request, (emit, cancelled), clock))
-        self._note_deviations(result)
+        result = self._server.serve(request, lambda text: emit(StreamEvent(text)), cancelled)
         if self.metrics is not None:
             self.metrics.record(result)
         if result.reuse == "blend":
@@ -327,21 +287,9 @@ class KVBoost:
             )
         emit(StreamEvent("", result))
 
-    def _pinned(self, located: LocatedPrompt, config: ResolvedConfig) -> AbstractContextManager[None]:
-        """The request's chunks stay in the store until it is done."""
-        chunks = located.documents if config.reuse == "blend" else []
-        return self.library.pinned(record for _, record in chunks)
-
-    def _note_deviations(self, result: GenerationResult) -> None:
-        """Tell eviction how much each chunk depends on what stands around it."""
-        for segment in result.segments:
-            if segment.content_hash is not None and segment.deviation is not None and isfinite(segment.deviation):
-                with suppress(Exception):  # advice for later; the answer is ready
-                    self.store.note_deviation(segment.content_hash, segment.deviation)
-
     def profile_notice(self) -> str | None:
         """What the model runs on where that is not a profile it passed; None if that was said in this process."""
-        if self._profile_given or self._pipeline is None:
+        if self._profile_given or not self.probe.reusable:
             return None
         return say_once(self.profile, self.library.fingerprint, self.name)
 
@@ -349,85 +297,6 @@ class KVBoost:
         """Log the notice when it begins to matter, unless somebody showed it already."""
         if request.config.reuse != "off" and (notice := self.profile_notice()):
             logger.warning(notice)
-
-    def _locate_or_fall_back(self, request: Request) -> tuple[LocatedPrompt, str | None]:
-        """The located prompt, and the fault if the catalog could not be asked."""
-        try:
-            return self._locate(request), None
-        except STORE_FAULTS as error:
-            fault = self._fault(error, request.config)
-            return locate_without_store(self.tokens, request.prompt, request.documents, request.template), fault
-
-    def _locate(self, request: Request) -> LocatedPrompt:
-        register = self._pipeline is not None and request.config.reuse != "off"
-        return locate(
-            self.library, request.prompt, request.documents, request.config.namespace, register, request.template
-        )
-
-    def _room(self, prompt_tokens: int, params: GenerationParams) -> int:
-        """Tokens that the answer may have."""
-        limit = self.context_tokens
-        if limit is None:
-            return params.max_new_tokens
-        if prompt_tokens >= limit:
-            raise ContextOverflowError(prompt_tokens, limit)
-        return min(params.max_new_tokens, limit - prompt_tokens)
-
-    def _prepare(self, located: LocatedPrompt, request: Request, room: int, clock: StageClock) -> Prepared:
-        """Lookup, load, realign, repair; plain prefill where there is nothing to reuse or something fails."""
-        config, pipeline = request.config, self._pipeline
-        if pipeline is None or config.reuse == "off":
-            return plain(self.model, located)
-        limit = self.probe.max_positions
-        if limit is not None and len(located.token_ids) + room > limit:
-            return plain(self.model, located, f"the model's RoPE is constant up to {limit} positions only")
-        try:
-            if config.reuse == "exact":
-                return pipeline.exact(located, config.namespace, room, clock)
-            if not located.documents:
-                return plain(self.model, located)
-            return pipeline.blend(located, config, request.strategy, room, clock)
-        except Exception as error:
-            return plain(self.model, located, self._fault(error, config))
-
-    def _decode(
-        self,
-        located: LocatedPrompt,
-        prepared: Prepared,
-        request: Request,
-        channel: tuple[Callable[[StreamEvent], None], threading.Event],
-        clock: StageClock,
-    ) -> Outcome:
-        """Generate; a fault before the first token is answered by plain prefill."""
-        emit, cancelled = channel
-
-        def run(start: Prepared) -> Outcome:
-            decoded, rows = self._decoder.run(
-                start.start,
-                request.params,
-                lambda text: emit(StreamEvent(text)),
-                clock.first_token,
-                cancelled,
-            )
-            return Outcome(located, start, rows, decoded, clock)
-
-        try:
-            return run(prepared)
-        except Exception as error:
-            if prepared.start.cache is None or clock.ttft_ms is not None or isinstance(error, ConfigError):
-                raise
-            return run(plain(self.model, located, self._fault(error, request.config)))
-
-    def _fault(self, error: Exception, config: ResolvedConfig) -> str:
-        """Count a fault in reuse and log it, once a kind; re-raises in strict mode."""
-        if config.strict:
-            raise error
-        reason = f"{type(error).__name__}: {error}"
-        name = f"fallback:{type(error).__name__}"
-        if not self._counts[name]:
-            logger.warning("reuse failed, the request is served by plain prefill: %s", reason, exc_info=error)
-        self._counts[name] += 1
-        return reason
 
     def logits(self, prompt: str | Messages, continuation: Sequence[int] = (), **options: Any) -> torch.Tensor:
         """Logits behind the prompt and behind each token of a given continuation: how far reuse is from full prefill.
@@ -442,15 +311,7 @@ class KVBoost:
         return self._logits(self._request(prompt, **options), continuation)
 
     def _logits(self, request: Request, continuation: Sequence[int]) -> torch.Tensor:
-        def score() -> torch.Tensor:
-            located = self._locate(request)
-            self._room(len(located.token_ids) + len(continuation), request.params)
-            clock = StageClock(request.started, self.model.device.type)
-            with self._pinned(located, request.config):
-                prepared = self._prepare(located, request, max(1, len(continuation)), clock)
-                return self._decoder.score(prepared.start, continuation)
-
-        return self._worker.submit(score).result()
+        return self._worker.submit(lambda: self._server.logits(request, continuation)).result()
 
     def _compare_with_full(self, request: Request, answer: Sequence[int]) -> ShadowSample:
         """A served request once more, by reuse and by full prefill, along the answer that was given."""
@@ -483,8 +344,10 @@ class KVBoost:
         """Counters and bytes held; cheap."""
         stats = self.store.stats
         return EngineStats(
-            requests=self._counts["requests"],
-            fallbacks={k.removeprefix("fallback:"): n for k, n in self._counts.items() if k.startswith("fallback:")},
+            requests=self._server.counts["requests"],
+            fallbacks={
+                k.removeprefix("fallback:"): n for k, n in self._server.counts.items() if k.startswith("fallback:")
+            },
             store_lookups=stats.lookups,
             store_hits=stats.hits,
             store_misses=stats.misses,

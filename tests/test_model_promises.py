@@ -40,7 +40,7 @@ def test_full_repair_is_full_prefill_on_two_thousand_tokens(engine: KVBoost, doc
     full = engine.logits(prompt, repair="full", strict=True)
     plain = engine.logits(prompt, reuse="off")
     assert float((full - plain).abs().max()) < 1e-4
-    located = engine._locate(engine._request(prompt))
+    located = engine._server.locate(engine._request(prompt))
     assert len(located.documents) == 10
     assert len(located.token_ids) > 1900
 
