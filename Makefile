@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 
-.PHONY: demo test check format bench bench-vllm setup clean
+.PHONY: demo test test-older-transformers check format bench bench-vllm setup clean
 
 demo: ## Index a corpus, ask three questions, compare full prefill with reuse
 	@scripts/setup.sh run
@@ -11,6 +11,12 @@ demo: ## Index a corpus, ask three questions, compare full prefill with reuse
 test: ## The whole test suite, offline
 	@scripts/setup.sh dev
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-older-transformers: ## A few promises on the last transformers that calls the cache `past_key_values`
+	@scripts/setup.sh dev
+	$(BIN)/python -m pip install -q --no-deps --target build/transformers-5.23 "transformers==5.23.*"
+	PYTHONPATH=build/transformers-5.23 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/test_older_transformers.py \
+		tests/test_promises.py -k "older or from_disk or sliding or (full_repair and (llama or gemma3))"
 
 check: ## Linter, formatter and types
 	@scripts/setup.sh dev
