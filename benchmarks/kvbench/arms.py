@@ -8,7 +8,15 @@ from typing import ClassVar
 import torch
 
 from kvboost_rag.models.row_forward import RowPlan
-from kvboost_rag.repair import CacheBlendRepair, NoRepair, QueryRepair, RepairContext, RepairStrategy, SelectiveRepair
+from kvboost_rag.repair import (
+    CacheBlendRepair,
+    NoRepair,
+    QueryRepair,
+    RepairContext,
+    RepairStrategy,
+    SelectiveRepair,
+    SensitivityRepair,
+)
 from kvboost_rag.repair.base import choose
 
 
@@ -42,6 +50,11 @@ class Arm:
     anchor: str = "auto"
     chunk_tokens: int | None = None
     edited: bool = False
+
+    @property
+    def needs_sensitivity(self) -> bool:
+        """Whether chunks have to be encoded with their context sensitivity."""
+        return "sensitivity" in (self.strategy.name, getattr(self.strategy, "weight", None))
 
     @property
     def name(self) -> str:
@@ -81,6 +94,7 @@ ABLATIONS: dict[str, tuple[Arm, ...]] = {
             CacheBlendRepair(),
             QueryRepair(weight="deviation"),
             QueryRepair(weight="sensitivity"),
+            SensitivityRepair(),
             SelectiveRepair(),
         )
     ),

@@ -25,7 +25,7 @@ class Runner(ExitStack):
         super().__init__()
         self._loaded = load_model(model, dtype=dtype)
         self._answer_tokens = answer_tokens
-        self._engines: dict[tuple[int, str, str], KVBoost] = {}
+        self._engines: dict[tuple[int, str, str, bool], KVBoost] = {}
         self._near: dict[str, list[str]] = {}
         self.count_tokens = self._engine(0, "none", "auto").tokens.count
 
@@ -56,7 +56,7 @@ class Runner(ExitStack):
 
     def _warmed(self, shaped: Case, original: Case, arm: Arm) -> KVBoost:
         anchor = {"bos": self._loaded.tokenizer.bos_token or "", "head": self._head(shaped)}.get(arm.anchor, arm.anchor)
-        engine = self._engine(arm.neighbours, arm.quantization, anchor)
+        engine = self._engine(arm.neighbours, arm.quantization, anchor, arm.needs_sensitivity)
         if arm.edited:
             engine.warm(original.documents, neighbours=None)  # what stands in the prompt is not what was indexed
             return engine
@@ -69,10 +69,10 @@ class Runner(ExitStack):
         text = self._engine(0, "none", "auto").tokens.render(case.messages())
         return text[: min((text.find(d) for d in case.documents if d in text), default=0)].rstrip()
 
-    def _engine(self, neighbours: int, quantization: str, anchor: str) -> KVBoost:
-        key = neighbours, quantization, anchor
+    def _engine(self, neighbours: int, quantization: str, anchor: str, sensitivity: bool = False) -> KVBoost:
+        key = neighbours, quantization, anchor, sensitivity
         if key not in self._engines:
-            encoding = EncodingConfig(anchor=anchor, quantization=quantization)
+            encoding = EncodingConfig(anchor=anchor, quantization=quantization, sensitivity=sensitivity)
             engine = KVBoost(self._loaded, store=MemoryStore(STORE_BYTES), encoding=encoding, profile=None)
             self._engines[key] = self.enter_context(engine)
         return self._engines[key]
