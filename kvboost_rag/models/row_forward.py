@@ -126,9 +126,7 @@ class RowPass:
 
 
 @contextmanager
-def row_pass(
-    model: nn.Module, buffer_cache: BufferCache, token_ids: torch.Tensor, plan: RowPlan
-) -> Iterator[RowPass]:
+def row_pass(model: nn.Module, buffer_cache: BufferCache, token_ids: torch.Tensor, plan: RowPlan) -> Iterator[RowPass]:
     """Inside this context the model's next forward is a partial one, whoever calls it (`generate` included).
 
     Args:
