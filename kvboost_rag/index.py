@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from kvboost_rag.datamodels import WarmReport
 from kvboost_rag.library import ChunkLibrary
 from kvboost_rag.lookup import document_texts
 from kvboost_rag.segments import canonical_text
+from kvboost_rag.source_texts import ReadySource, SourceTexts, joined_embeddings, ready_sources
 from kvboost_rag.warm import WarmProgress, register_documents
 
 
@@ -104,29 +105,50 @@ class DocumentIndex:
             RuntimeError: the model's KV cannot be reused.
             StoreError: as `stores.maintenance.forget`.
         """
-        if not isinstance(source_id, str) or not source_id:
-            raise ValueError(f"source_id={source_id!r}: expected a text that is not empty")
+        sources = {source_id: SourceTexts(texts, embeddings)}
+        return self.add_many(sources, neighbours=neighbours, namespace=namespace, progress=progress)
+
+    def add_many(
+        self,
+        sources: Mapping[str, SourceTexts],
+        *,
+        neighbours: Any = "auto",
+        namespace: str | None = None,
+        progress: Callable[[WarmProgress], None] | None = None,
+    ) -> SourceReport:
+        """`add` for many sources at once: their chunks can all be each other's neighbours.
+
+        Args:
+            sources: chunks by source id; embeddings for all of them or for none.
+            neighbours, namespace, progress: as in `add`.
+
+        Returns:
+            Counts summed over the sources.
+
+        Raises:
+            What `add` raises.
+        """
+        ready = ready_sources(sources)
         if self._library.encoder is None:
             raise RuntimeError("this model's KV cannot be reused, so its documents are not indexed")
         tenant = self._tenant(namespace)
-        chunks = document_texts(texts)
-        used = [i for i, text in enumerate(chunks) if canonical_text(text)]
-        chosen = [chunks[i] for i in used]
-        if embeddings is not None:
-            if len(embeddings) != len(chunks):
-                raise ValueError(f"{len(embeddings)} embeddings are given for {len(chunks)} texts")
-            embeddings = [embeddings[i] for i in used] if used else None
-        new = [r.content_hash for r in register_documents(self._library, chosen, None, tenant)]
-        old = self.chunks_of(source_id, namespace=tenant)
+        new = self._register(ready, tenant)
+        old = {source_id: self.chunks_of(source_id, namespace=tenant) for source_id in ready}
         catalog, fingerprint = self._library.store.catalog, self._library.fingerprint
-        # Old and new until all is done, so that no chunk is ever without a source.
-        catalog.link(fingerprint, tenant, source_id, list(dict.fromkeys([*old, *new])))
-        report = self._warm(chosen, neighbours=neighbours, embeddings=embeddings, namespace=tenant, progress=progress)
-        removed = list(dict.fromkeys(key for key in old if key not in set(new)))
-        forgotten = self._forget(self._only_of(source_id, removed), tenant)
-        catalog.link(fingerprint, tenant, source_id, new)
-        added = set(new) - set(old)
-        return SourceReport(report, len(added), len(set(new)) - len(added), len(removed), forgotten)
+        for source_id in ready:
+            # Old and new until all is done, so that no chunk is ever without a source.
+            catalog.link(fingerprint, tenant, source_id, list(dict.fromkeys([*old[source_id], *new[source_id]])))
+        texts = [text for source in ready.values() for text in source.texts]
+        embeddings = joined_embeddings(ready.values())
+        report = self._warm(texts, neighbours=neighbours, embeddings=embeddings, namespace=tenant, progress=progress)
+        removed = {source_id: set(old[source_id]) - set(new[source_id]) for source_id in ready}
+        forgotten = self._forget(self._only_of(removed), tenant)
+        for source_id in ready:
+            catalog.link(fingerprint, tenant, source_id, new[source_id])
+        num_new = sum(len(set(keys)) for keys in new.values())
+        num_added = sum(len(set(new[source_id]) - set(old[source_id])) for source_id in ready)
+        num_removed = sum(len(keys) for keys in removed.values())
+        return SourceReport(report, num_added, num_new - num_added, num_removed, forgotten)
 
     def update(self, source_id: str, texts: Sequence[Any], embeddings: Any = None, **options: Any) -> SourceReport:
         """`add` for a source that must be known already.
@@ -146,14 +168,25 @@ class DocumentIndex:
             KeyError: no such source.
             StoreError: as `stores.maintenance.forget`; call again.
         """
-        tenant = self._tenant(namespace)
-        catalog = self._library.store.catalog
-        if not self.has(source_id, namespace=tenant):
+        if not self.has(source_id, namespace=namespace):
             raise KeyError(f"no source {source_id!r}")
-        # The chunks first: if this stops in the middle, the source is still there and can be deleted again.
-        chunks = dict.fromkeys(catalog.chunks_of(tenant, source_id))
-        forgotten = self._forget(self._only_of(source_id, chunks), tenant)
-        catalog.unlink(tenant, source_id)
+        return self.delete_many([source_id], namespace=namespace)
+
+    def delete_many(self, source_ids: Iterable[str], *, namespace: str | None = None) -> int:
+        """`delete` for many sources at once; those that are not known are passed over.
+
+        Raises:
+            StoreError: as `stores.maintenance.forget`; call again.
+        """
+        tenant, catalog = self._tenant(namespace), self._library.store.catalog
+        chunks = {source_id: set(catalog.chunks_of(tenant, source_id)) for source_id in source_ids}
+        known = {source_id: keys for source_id, keys in chunks.items() if keys}
+        if not known:
+            return 0
+        # The chunks first: if this stops in the middle, the sources are still there and can be deleted again.
+        forgotten = self._forget(self._only_of(known), tenant)
+        for source_id in known:
+            catalog.unlink(tenant, source_id)
         catalog.database.wipe_log()
         return forgotten
 
@@ -164,7 +197,7 @@ class DocumentIndex:
         described = [self._library.describe(t, tenant) for t in document_texts(texts) if canonical_text(t)]
         wanted = {r.content_hash: r.text for r in described}
         lost = [key for key in self.chunks_of(source_id, namespace=tenant) if key not in wanted]
-        known = store.catalog.get_many(self._only_of(source_id, lost))
+        known = store.catalog.get_many(self._only_of({source_id: lost}))
         to_encode = tuple(text for key, text in wanted.items() if key not in store)
         return SourceChange(to_encode, tuple(record.text for record in known.values()))
 
@@ -181,9 +214,20 @@ class DocumentIndex:
         catalog = self._library.store.catalog
         return catalog.chunks_of(self._tenant(namespace), source_id, self._library.fingerprint)
 
-    def _only_of(self, source_id: str, chunks: Sequence[str] | dict[str, None]) -> list[str]:
+    def _register(self, sources: Mapping[str, ReadySource], namespace: str) -> dict[str, list[str]]:
+        """Content hashes of each source's chunks, which are known from now on."""
+        texts = [text for source in sources.values() for text in source.all_texts]
+        records = iter(register_documents(self._library, texts, None, namespace))
+        return {key: [next(records).content_hash for _ in source.all_texts] for key, source in sources.items()}
+
+    def _only_of(self, chunks: Mapping[str, Iterable[str]]) -> list[str]:
+        """Those of the sources' chunks that no other source has."""
+        owners: dict[str, set[str]] = {}
+        for source_id, keys in chunks.items():
+            for key in keys:
+                owners.setdefault(key, set()).add(source_id)
         sources_of = self._library.store.catalog.sources_of
-        return [key for key in chunks if sources_of(key) == (source_id,)]
+        return [key for key, owned in owners.items() if owned.issuperset(sources_of(key))]
 
     def _tenant(self, namespace: str | None) -> str:
         return self._namespace if namespace is None else namespace

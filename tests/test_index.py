@@ -13,6 +13,7 @@ import pytest
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import ConfigError, EncodingConfig
 from kvboost_rag.models.errors import ModelLoadError
+from kvboost_rag.source_texts import SourceTexts
 
 WORDS = ["apple", "pear", "plum", "tide", "wave", "moon"]
 FRUIT = ["An apple tree with a pear.", "The pear is no apple or plum.", "A plum and an apple."]
@@ -201,6 +202,37 @@ def test_a_shared_chunk_lives_until_its_last_source_goes(make_engine: MakeEngine
     for call in (lambda: engine.index.delete("a"), lambda: engine.index.update("a", FRUIT)):
         with pytest.raises(KeyError, match="no source 'a'"):
             call()
+
+
+def test_sources_added_together_are_each_others_neighbours(make_engine: MakeEngine, embedder: WordEmbedder) -> None:
+    engine = make_engine(neighbours=1)
+    report = engine.index.add_many({f"s{i}": SourceTexts([text]) for i, text in enumerate(FRUIT[:2])})
+    assert (report.num_added, report.warm.num_encoded) == (2, 2)
+    assert [behind(engine, text) for text in FRUIT[:2]] == [[FRUIT[1]], [FRUIT[0]]]
+    embedder.asked.clear()
+    engine.index.add_many({"x": SourceTexts([SEA[0], ""], [[1.0, 0], [5, 5]]), "y": SourceTexts(SEA[1:2], [[1, 0.1]])})
+    assert behind(engine, SEA[0]) == [SEA[1]]
+    assert embedder.asked == []
+    with pytest.raises(ValueError, match="some of the sources"):
+        engine.index.add_many({"p": SourceTexts(SEA[2:], [[1.0, 0.0]]), "q": SourceTexts(SEA[:1])})
+    assert engine.index.delete_many(["s0", "s1", "x", "unknown"]) == 3
+    assert engine.index.sources() == ["y"]
+
+
+def test_a_chunk_that_moves_between_sources_stays_and_one_that_all_lose_goes(make_engine: MakeEngine) -> None:
+    engine = make_engine(neighbours=0)
+    engine.index.add_many({"a": SourceTexts([FRUIT[0], SEA[0]]), "b": SourceTexts([SEA[0]])})
+    moved = engine.index.add_many({"a": SourceTexts([FRUIT[1]]), "b": SourceTexts([FRUIT[0]])})
+    assert (moved.num_added, moved.num_removed, moved.num_forgotten, moved.warm.num_encoded) == (2, 3, 1, 1)
+    known = engine.library.known_texts("")
+    assert [known.key_of(text) is not None for text in (FRUIT[0], FRUIT[1], SEA[0])] == [True, True, False]
+
+
+def test_later_chunks_are_known_and_go_with_their_source(make_engine: MakeEngine) -> None:
+    engine = make_engine(neighbours=0)
+    engine.index.add_many({"a": SourceTexts(FRUIT[:1], later=SEA[:1])})
+    assert (len(engine.store), len(engine.store.catalog)) == (1, 2)
+    assert engine.index.delete("a") == 2
 
 
 def test_sources_of_tenants_are_apart(make_engine: MakeEngine) -> None:
