@@ -60,8 +60,8 @@ class DocumentIndex:
     - A source has exactly the chunks it was last given, in order. A chunk that several sources have is encoded once
       and kept until the last of them lets go of it; one that was warmed without a source belongs to the sources that
       come to have it.
-    - While a source is being changed it holds its old and its new chunks. A call that was interrupted leaves that
-      state: nothing is lost, nothing is left without a source, and calling again does the rest.
+    - A call that was interrupted leaves no chunk without a source, and calling again does the rest. Until the old
+      chunks are forgotten a source holds old and new ones; new ones that are not encoded yet are known like all others.
     - What is forgotten leaves every tier: KV, text, embedding, exact blocks, and KV that was computed behind it.
     - Methods may be called from any thread; two calls for one source at the same time leave the chunks of one of them.
 
@@ -136,15 +136,16 @@ class DocumentIndex:
         old = {source_id: self.chunks_of(source_id, namespace=tenant) for source_id in ready}
         catalog, fingerprint = self._library.store.catalog, self._library.fingerprint
         for source_id in ready:
-            # Old and new until all is done, so that no chunk is ever without a source.
+            # Old and new until the old are forgotten, so that no chunk is ever without a source.
             catalog.link(fingerprint, tenant, source_id, list(dict.fromkeys([*old[source_id], *new[source_id]])))
-        texts = [text for source in ready.values() for text in source.texts]
-        embeddings = joined_embeddings(ready.values())
-        report = self._warm(texts, neighbours=neighbours, embeddings=embeddings, namespace=tenant, progress=progress)
         removed = {source_id: set(old[source_id]) - set(new[source_id]) for source_id in ready}
+        # Before anything is encoded: the old version of a text is the likeliest neighbour of the new one.
         forgotten = self._forget(self._only_of(removed), tenant)
         for source_id in ready:
             catalog.link(fingerprint, tenant, source_id, new[source_id])
+        texts = [text for source in ready.values() for text in source.texts]
+        embeddings = joined_embeddings(ready.values())
+        report = self._warm(texts, neighbours=neighbours, embeddings=embeddings, namespace=tenant, progress=progress)
         num_new = sum(len(set(keys)) for keys in new.values())
         num_added = sum(len(set(new[source_id]) - set(old[source_id])) for source_id in ready)
         num_removed = sum(len(keys) for keys in removed.values())

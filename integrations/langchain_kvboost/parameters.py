@@ -56,8 +56,8 @@ class KVBoostParameters(BaseModel):
     """Strategy that chooses the rows to recompute; default `query`."""
     recompute_ratio: float | None = None
     """Share of document tokens to recompute, 0…1; default 0.05."""
-    neighbours: int = Field(default=4, ge=0)
-    """Similar chunks that a chunk is encoded behind where embeddings are at hand (vector store, warmer)."""
+    neighbours: int | None = Field(default=None, ge=0)
+    """Similar chunks that warmer and vector store encode a chunk behind; default: `EncodingConfig.neighbours` (4)."""
     namespace: str = ""
     """Tenant: documents of one are never used for another."""
     strict: bool = False

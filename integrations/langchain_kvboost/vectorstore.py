@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,10 +12,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from kvboost_rag.neighbours import NeighbourRules
-from langchain_kvboost.warming import engine_of, namespace_of, neighbours_of, segment_text, warm_all
-
-logger = logging.getLogger(__name__)
+from langchain_kvboost.warming import DocumentWarming
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -33,17 +29,17 @@ def _delegated(name: str) -> Callable[..., Any]:
 class KVBoostVectorStore(VectorStore):
     """Wraps a vector store. Searching is the wrapped store's; adding also warms, deleting also evicts.
 
-    Each document is encoded behind the documents most similar to it in the store, so the first documents of an empty
-    store are best added in one call. The same text under several ids is one chunk, evicted with the last of them.
-    Nothing is written into documents or their metadata. Works under `langchain_core.indexing.index`.
+    Each document is encoded behind the most similar ones that were added before or come in the same call, so the first
+    documents of an empty store are best added in one call. How similar they are is told by the store's embeddings. The
+    same text under several ids is one chunk, evicted with the last of them. Nothing is written into documents or their
+    metadata. Works under `langchain_core.indexing.index`.
 
     Args:
         vectorstore: the store to wrap; it may hold documents already (they are encoded when first asked about).
         llm: the `ChatKVBoost` or `KVBoostLLM` that will answer (or its engine).
-        neighbours: how many similar documents each is encoded behind; default: the model's. 0 needs no search.
+        neighbours: how many similar documents each is encoded behind; default: the model's. 0 embeds nothing.
         document_prompt: as for `KVBoostWarmer`.
-        namespace: tenant; default: the model's. One wrapped store should hold documents of one tenant only: they
-            become each other's neighbours.
+        namespace: tenant; default: the model's.
         name: tells stores apart that share one KV store; default: the collection's name or the class.
     """
 
@@ -58,11 +54,8 @@ class KVBoostVectorStore(VectorStore):
         name: str | None = None,
     ) -> None:
         self.vectorstore = vectorstore
-        self.llm = llm
-        self.rules = NeighbourRules(neighbours_of(llm, neighbours))
-        self.document_prompt = document_prompt
-        self.namespace = namespace_of(llm, namespace)
         self.name = name or _collection_name(vectorstore)
+        self._warming = DocumentWarming(llm, vectorstore.embeddings, neighbours, document_prompt, namespace)
 
     similarity_search = _delegated("similarity_search")
     asimilarity_search = _delegated("asimilarity_search")
@@ -159,68 +152,15 @@ class KVBoostVectorStore(VectorStore):
         return getattr(self.vectorstore, name)
 
     def _warm(self, documents: Sequence[Document], ids: Sequence[str]) -> None:
-        if not documents:
-            return
-        engine = engine_of(self.llm)
-        texts = [segment_text(document, self.document_prompt) for document in documents]
-        hashes = warm_all(engine, texts, self._neighbour_texts(documents), self.namespace)
-        catalog, fingerprint = engine.store.catalog, engine.library.fingerprint
-        stale: list[str] = []
-        for document_id, content_hash in zip(ids, hashes, strict=False):
-            chunks = [content_hash] if content_hash is not None else []
-            stale.extend(catalog.link(fingerprint, self._tenant, self._source(document_id), chunks))
-        self._forget(stale)
+        if documents:
+            self._warming.add(documents, [self._source(document_id) for document_id in ids])
 
-    def _evict(self, ids: Iterable[str]) -> None:
-        catalog = engine_of(self.llm).store.catalog
-        stale = [chunk for document_id in ids for chunk in catalog.unlink(self._tenant, self._source(document_id))]
-        self._forget(stale)
-
-    def _forget(self, chunks: Sequence[str]) -> None:
-        """Evict chunks that lost their last id, unless another one has taken them up meanwhile."""
-        engine = engine_of(self.llm)
-        gone = [chunk for chunk in dict.fromkeys(chunks) if not engine.store.catalog.sources_of(chunk)]
-        records = engine.store.catalog.get_many(gone).values()
-        if records:
-            engine.evict([record.text for record in records], namespace=self._tenant)
-
-    @property
-    def _tenant(self) -> str:
-        return engine_of(self.llm).config.namespace if self.namespace is None else self.namespace
+    def _evict(self, ids: Sequence[str]) -> None:
+        if ids:
+            self._warming.delete([self._source(document_id) for document_id in ids])
 
     def _source(self, document_id: str) -> str:
         return f"langchain:{self.name}:{document_id}"
-
-    def _neighbour_texts(self, documents: Sequence[Document]) -> list[list[str]] | None:
-        """For each document the texts of the most similar others in the store, nearest last."""
-        if self.rules.count == 0 or not documents:
-            return None
-        try:
-            found = self._most_similar([document.page_content for document in documents])
-        except Exception as error:  # stores raise what they like; documents are then encoded alone
-            logger.warning("no neighbours: searching the store failed: %s", error, exc_info=error)
-            return None
-        return [self._chosen(document, hits) for document, hits in zip(documents, found, strict=True)]
-
-    def _most_similar(self, texts: Sequence[str]) -> list[list[Document]]:
-        # Some more than needed, for the document itself and for those that do not fit.
-        count = 2 * self.rules.count + 1
-        if self.embeddings is None:
-            return [self.vectorstore.similarity_search(text, k=count) for text in texts]
-        vectors = self.embeddings.embed_documents(list(texts))
-        return [self.vectorstore.similarity_search_by_vector(vector, k=count) for vector in vectors]
-
-    def _chosen(self, document: Document, hits: Sequence[Document]) -> list[str]:
-        tokens = engine_of(self.llm).tokens
-        own, room = segment_text(document, self.document_prompt), self.rules.max_tokens
-        chosen: list[str] = []
-        for text in dict.fromkeys(segment_text(hit, self.document_prompt) for hit in hits):
-            length = tokens.count(text)
-            if text.strip() in ("", own.strip()) or length > room or len(chosen) == self.rules.count:
-                continue
-            room -= length
-            chosen.append(text)
-        return chosen[::-1]
 
 
 def _documents(

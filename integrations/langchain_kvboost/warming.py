@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate, format_document
 
+from kvboost_rag.embeddings import load_embedder
 from kvboost_rag.registry import EngineSpec
+from kvboost_rag.source_texts import SourceTexts
 from langchain_kvboost.parameters import KVBoostParameters
 
 if TYPE_CHECKING:
@@ -40,49 +43,112 @@ def namespace_of(model: Any, namespace: str | None) -> str | None:
     return namespace
 
 
-def neighbours_of(model: Any, neighbours: int | None) -> int:
-    """How many neighbours a chunk gets: as given, else what the model says."""
-    if neighbours is not None:
-        return neighbours
-    return model.neighbours if isinstance(model, KVBoostParameters) else 4
-
-
 def segment_text(document: Document, prompt: BasePromptTemplate[str] | None) -> str:
     """The text of a document as it will stand in prompts."""
     return document.page_content if prompt is None else format_document(document, prompt)
-
-
-def warm_all(
-    engine: KVBoost, texts: Sequence[str], neighbours: Sequence[Sequence[str]] | None, namespace: str | None
-) -> list[str | None]:
-    """Encode and store the KV of texts; returns their content hashes, None for those that cannot be chunks.
-
-    Neither an unusable text nor a store in trouble is a reason to fail an indexing job: it is logged, and the text
-    is prefilled or encoded when it stands in a prompt.
-    """
-    usable = [i for i, text in enumerate(texts) if _can_be_chunk(engine, text)]
-    if len(usable) < len(texts):
-        logger.warning("%d of %d documents are empty or too long to be chunks", len(texts) - len(usable), len(texts))
-    hashes: list[str | None] = [None] * len(texts)
-    chosen = None if neighbours is None else [list(neighbours[i]) for i in usable]
-    try:
-        report = engine.warm([texts[i] for i in usable], neighbours=chosen, namespace=namespace)
-    except Exception as error:
-        if engine.config.strict:
-            raise
-        logger.warning(
-            "documents could not be warmed, they will be encoded when asked about: %s", error, exc_info=error
-        )
-        return hashes
-    for i, content_hash in zip(usable, report.content_hashes, strict=False):  # none where the model is refused
-        hashes[i] = content_hash
-    return hashes
 
 
 def announce(engine: KVBoost, texts: Sequence[str], namespace: str | None) -> None:
     """Make texts known that will stand in a prompt soon, and have their stored KV read in the background."""
     engine.register(texts, namespace=namespace)
     engine.prefetch(texts, namespace=namespace)
+
+
+class DocumentWarming:
+    """Documents into an engine's store, for warmer and vector store alike.
+
+    Neither a text that cannot be a chunk nor a store in trouble is a reason to fail an indexing job: it is logged, and
+    the text is prefilled or encoded when it stands in a prompt. With a strict model or engine, trouble raises.
+
+    Args:
+        llm, document_prompt, namespace: as for `KVBoostWarmer`.
+        embeddings: what `embeddings.load_embedder` takes, to choose neighbours by; None: the engine's own embedder.
+        neighbours: how many; None: as many as the model says, and if it says nothing the engine.
+
+    Raises:
+        ValueError: a negative number of neighbours.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        embeddings: Any,
+        neighbours: int | None,
+        document_prompt: BasePromptTemplate[str] | None,
+        namespace: str | None,
+    ) -> None:
+        if neighbours is None and isinstance(llm, KVBoostParameters):
+            neighbours = llm.neighbours
+        if neighbours is not None and neighbours < 0:
+            raise ValueError(f"neighbours={neighbours!r}: expected 0 or more")
+        self._llm = llm
+        self._embeddings = embeddings
+        self._neighbours = neighbours
+        self._document_prompt = document_prompt
+        self._namespace = namespace_of(llm, namespace)
+
+    def warm(self, documents: Sequence[Document]) -> None:
+        """Encode and store what is not stored yet."""
+        with self._tolerant() as engine:
+            texts = self._texts(engine, documents)
+            used = [i for i, text in enumerate(texts) if text]
+            vectors = self._vectors(engine, [documents[i] for i in used])
+            engine.warm([texts[i] for i in used], embeddings=vectors, **self._options)
+
+    def add(self, documents: Sequence[Document], source_ids: Sequence[str]) -> None:
+        """As `warm`, and each source has its document from now on: what no source has any more is evicted."""
+        with self._tolerant() as engine:
+            if not engine.probe.reusable:
+                logger.warning("nothing was warmed: %s", engine.probe.reason)
+                return
+            texts = self._texts(engine, documents)
+            vectors = self._vectors(engine, documents)
+            rows = [None] * len(texts) if vectors is None else [vectors[i : i + 1] for i in range(len(texts))]
+            # An id that comes twice has what it was given last, as in the vector store.
+            given = zip(source_ids, texts, rows, strict=False)
+            sources = {source_id: SourceTexts([text], row) for source_id, text, row in given}
+            engine.index.add_many(sources, **self._options)
+
+    def delete(self, source_ids: Iterable[str]) -> None:
+        """Forget sources, and evict what no other source has.
+
+        Raises:
+            StoreError: something could not be removed; call again.
+        """
+        engine_of(self._llm).index.delete_many(source_ids, namespace=self._namespace)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        neighbours = "auto" if self._neighbours is None else self._neighbours
+        return {"neighbours": neighbours, "namespace": self._namespace}
+
+    @contextmanager
+    def _tolerant(self) -> Iterator[KVBoost]:
+        engine = engine_of(self._llm)
+        try:
+            yield engine
+        except Exception as error:
+            if engine.config.strict or getattr(self._llm, "strict", False):
+                raise
+            logger.warning(
+                "the KV of documents could not be brought up to date; what is missing is encoded when asked about: %s",
+                error,
+                exc_info=error,
+            )
+
+    def _texts(self, engine: KVBoost, documents: Sequence[Document]) -> list[str]:
+        """The documents' texts; empty for those that cannot be chunks."""
+        texts = [segment_text(document, self._document_prompt) for document in documents]
+        usable = [text if _can_be_chunk(engine, text) else "" for text in texts]
+        if num_odd := usable.count(""):
+            logger.warning("%d of %d documents are empty or too long to be chunks", num_odd, len(texts))
+        return usable
+
+    def _vectors(self, engine: KVBoost, documents: Sequence[Document]) -> Any:
+        count = engine.encoding.neighbours if self._neighbours is None else self._neighbours
+        if self._embeddings is None or not count or not documents:
+            return None
+        return load_embedder(self._embeddings)([document.page_content for document in documents])
 
 
 def _can_be_chunk(engine: KVBoost, text: str) -> bool:

@@ -54,6 +54,12 @@ def _held(model: Any) -> set[str]:
     return {record.text for record in found.values()}
 
 
+def _num_neighbours(model: Any) -> list[int]:
+    """Of each known chunk, in the order in which they became known."""
+    catalog = model.engine.store.catalog
+    return [len(catalog.get(key).neighbours) for key in catalog.hashes()]
+
+
 # The warmer.
 
 
@@ -117,9 +123,7 @@ def test_adding_warms_behind_neighbours_and_deleting_evicts(model: Any, store: K
     ids = store.add_documents(DOCUMENTS)
     assert _held(model) == set(TEXTS)
     assert _hits(model, TEXTS) == {"approximate": 6}
-    catalog = model.engine.store.catalog
-    neighbours = [len(r.neighbours) for r in catalog.get_many(catalog.hashes()).values()]
-    assert neighbours == [2] * 6
+    assert _num_neighbours(model) == [2] * 6
     store.delete(ids[:2])
     assert _known(model) == set(TEXTS[2:])
     assert [d.id for d in store.get_by_ids(ids)] == ids[2:]
@@ -173,14 +177,14 @@ def test_under_index_with_a_record_manager(model: Any, store: KVBoostVectorStore
         records = InMemoryRecordManager("test")
     records.create_schema()
     encoded: list[int] = []
-    warm = model.engine.warm
+    add_many = model.engine.index.add_many
 
-    def counting(texts: Any, **kwargs: Any) -> Any:
-        report = warm(texts, **kwargs)
-        encoded.append(report.num_encoded)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        report = add_many(*args, **kwargs)
+        encoded.append(report.warm.num_encoded)
         return report
 
-    model.engine.warm = counting
+    model.engine.index.add_many = counting
 
     def run(documents: list[Document]) -> dict[str, int]:
         return dict(index(documents, records, store, cleanup="full", source_id_key="source", key_encoder="blake2b"))
@@ -191,32 +195,96 @@ def test_under_index_with_a_record_manager(model: Any, store: KVBoostVectorStore
         assert run(plain[:2]) == {"num_added": 0, "num_updated": 0, "num_skipped": 2, "num_deleted": 0}
         assert run(plain[1:3]) == {"num_added": 1, "num_updated": 0, "num_skipped": 1, "num_deleted": 1}
     finally:
-        model.engine.warm = warm
+        model.engine.index.add_many = add_many
     assert encoded == [2, 1]
     assert _known(model) == set(TEXTS[1:3])
+
+
+def _fail(*args: Any, **kwargs: Any) -> Any:
+    raise OSError("no space left")
 
 
 def test_a_store_in_trouble_does_not_stop_indexing(
     model: Any, store: KVBoostVectorStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(model.engine, "warm", fail)
+    monkeypatch.setattr(model.engine.library, "encode_many", _fail)
     ids = store.add_documents(DOCUMENTS)
     assert len(store.get_by_ids(ids)) == 6
     assert "no space left" in caplog.text
+    KVBoostWarmer(model).transform_documents(DOCUMENTS)
+    model.strict = True
+    with pytest.raises(OSError, match="no space left"):
+        store.add_documents(DOCUMENTS)
+    model.strict = False
+    monkeypatch.undo()
+    store.add_documents(DOCUMENTS)  # calling again does the rest
+    assert _held(model) == set(TEXTS)
 
 
-def test_a_store_that_cannot_search_leaves_chunks_without_neighbours(
+def test_what_could_not_be_evicted_is_said(
     model: Any, store: KVBoostVectorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    ids = store.add_documents(DOCUMENTS[:1])
+    monkeypatch.setattr(model.engine.library, "forget", _fail)
+    with pytest.raises(OSError, match="no space left"):
+        store.delete(ids)
+    monkeypatch.undo()
+    store.delete(ids)
+    assert _known(model) == set()
 
-    monkeypatch.setattr(store.vectorstore, "similarity_search_by_vector", fail)
+
+def test_the_engine_chooses_neighbours_where_no_embeddings_are_given(fresh: Any) -> None:
+    from kvboost_rag.config import EncodingConfig
+    from langchain_kvboost import KVBoostLLM
+
+    llm = KVBoostLLM(
+        model=fresh.model, tokenizer=fresh.tokenizer, encoding=EncodingConfig(neighbours=2, embedder=Letters())
+    )
+    KVBoostWarmer(llm).transform_documents(DOCUMENTS[:3])
+    assert _num_neighbours(llm) == [2, 2, 2]
+    KVBoostWarmer(llm).transform_documents(DOCUMENTS[3:4])  # finds those of the earlier call
+    assert _num_neighbours(llm) == [2, 2, 2, 2]
+    KVBoostWarmer(llm, neighbours=0).transform_documents(DOCUMENTS[4:])
+    assert _num_neighbours(llm) == [2, 2, 2, 2, 0, 0]
+    with pytest.raises(ValueError, match="neighbours=-1"):
+        KVBoostWarmer(llm, neighbours=-1)
+
+
+def test_neighbours_follow_the_stores_embeddings_and_not_the_engines(model: Any, store: KVBoostVectorStore) -> None:
+    asked: list[str] = []
+
+    class Refusing(Letters):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            asked.extend(texts)
+            return super().embed_documents(texts)
+
+    model.engine.similar._embedder = Refusing()
+    store.add_documents(DOCUMENTS[:3])
+    store.add_documents(DOCUMENTS[3:])
+    assert _num_neighbours(model) == [2] * 6
+    assert asked == []
+
+
+def test_nothing_is_embedded_without_neighbours(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = KVBoostVectorStore(InMemoryVectorStore(Letters()), model, neighbours=0)
+    calls: list[int] = []
+    embed = Letters.embed_documents
+    monkeypatch.setattr(Letters, "embed_documents", lambda self, texts: calls.append(len(texts)) or embed(self, texts))
     store.add_documents(DOCUMENTS)
-    assert _held(model) == set(TEXTS)
+    assert calls == [6]  # the wrapped store's own
+    assert _num_neighbours(model) == [0] * 6
+
+
+def test_a_model_that_is_refused_is_indexed_without_kv(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from langchain_kvboost import KVBoostLLM
+
+    loaded = tiny_model("gpt2", head_dim=None)
+    llm = KVBoostLLM(model=loaded.model, tokenizer=loaded.tokenizer)
+    store = KVBoostVectorStore(InMemoryVectorStore(Letters()), llm)
+    ids = store.add_documents(DOCUMENTS)
+    KVBoostWarmer(llm).transform_documents(DOCUMENTS)
+    assert caplog.text.count("nothing was warmed") == 2
+    store.delete(ids)
 
 
 def test_searching_is_the_wrapped_stores(store: KVBoostVectorStore) -> None:
