@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from kvboost_rag.datamodels import WarmReport
 from kvboost_rag.library import ChunkLibrary
 from kvboost_rag.lookup import document_texts
+from kvboost_rag.ready_sources import ReadySource, joined_embeddings, ready_sources
 from kvboost_rag.segments import canonical_text
-from kvboost_rag.source_texts import ReadySource, SourceTexts, joined_embeddings, ready_sources
+from kvboost_rag.source_texts import SourceTexts
 from kvboost_rag.warm import WarmProgress, register_documents
 
 

@@ -11,6 +11,7 @@ from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate, format_document
 
 from kvboost_rag.embeddings import load_embedder
+from kvboost_rag.indexing_jobs import can_be_chunk, tolerated
 from kvboost_rag.registry import EngineSpec
 from kvboost_rag.source_texts import SourceTexts
 from langchain_kvboost.parameters import KVBoostParameters
@@ -125,21 +126,13 @@ class DocumentWarming:
     @contextmanager
     def _tolerant(self) -> Iterator[KVBoost]:
         engine = engine_of(self._llm)
-        try:
+        with tolerated(engine, getattr(self._llm, "strict", False)):
             yield engine
-        except Exception as error:
-            if engine.config.strict or getattr(self._llm, "strict", False):
-                raise
-            logger.warning(
-                "the KV of documents could not be brought up to date; what is missing is encoded when asked about: %s",
-                error,
-                exc_info=error,
-            )
 
     def _texts(self, engine: KVBoost, documents: Sequence[Document]) -> list[str]:
         """The documents' texts; empty for those that cannot be chunks."""
         texts = [segment_text(document, self._document_prompt) for document in documents]
-        usable = [text if _can_be_chunk(engine, text) else "" for text in texts]
+        usable = [text if can_be_chunk(engine.library, text) else "" for text in texts]
         if num_odd := usable.count(""):
             logger.warning("%d of %d documents are empty or too long to be chunks", num_odd, len(texts))
         return usable
@@ -149,12 +142,3 @@ class DocumentWarming:
         if self._embeddings is None or not count or not documents:
             return None
         return load_embedder(self._embeddings)([document.page_content for document in documents])
-
-
-def _can_be_chunk(engine: KVBoost, text: str) -> bool:
-    try:
-        length = len(engine.library.describe(text, "").token_ids)
-    except ValueError:
-        return False
-    limit = engine.library.max_chunk_tokens
-    return limit is None or length <= limit

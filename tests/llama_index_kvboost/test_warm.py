@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from llama_index.llms.kvboost import KVBoostLLM, KVWarm
 from llama_index_kvboost.helpers import TEXTS, MakeLLM, WordEmbedding, documents
 
 from kvboost_rag import KVBoost
+from kvboost_rag.config import EncodingConfig
 
 SPLITTER = SentenceSplitter(chunk_size=512, chunk_overlap=0)
 
@@ -145,9 +146,50 @@ def test_neighbours_come_from_embeddings(llm: KVBoostLLM) -> None:
     assert len(later.neighbours) == 2
 
 
-def test_without_embeddings_chunks_are_encoded_alone(llm: KVBoostLLM) -> None:
-    KVWarm(llm=llm)([TextNode(text=text) for text in TEXTS])
-    assert {llm.engine.library.register(text, "").neighbours for text in TEXTS} == {()}
+def test_without_embeddings_the_engine_chooses(tiny_loaded: Any, make_llm: MakeLLM) -> None:
+    encoding = EncodingConfig(neighbours=2, embedder=WordEmbedding())
+    with KVBoost(tiny_loaded, encoding=encoding) as engine:
+        llm = make_llm(engine=engine)
+        KVWarm(llm=llm)([TextNode(text=text) for text in TEXTS[:3]])
+        KVWarm(llm=llm.model_copy(update={"neighbours": 1}))(SPLITTER(documents()[3:]))
+        KVWarm(llm=llm.model_copy(update={"neighbours": 0}))([TextNode(text="Alone.", embedding=[1.0, 0.0])])
+        catalog = engine.store.catalog
+        assert [len(catalog.get(key).neighbours) for key in catalog.hashes()] == [2, 2, 2, 1, 0]
+
+
+def test_nodes_with_and_without_a_source_are_all_warmed(llm: KVBoostLLM) -> None:
+    warm = KVWarm(llm=llm)
+    warm([*SPLITTER(documents()[:2]), *[TextNode(text=text) for text in TEXTS[2:]]])
+    assert (warm.report.num_chunks, warm.report.num_encoded, len(warm.report.content_hashes)) == (4, 4, 4)
+    assert warm.delete(["doc-0", "doc-1"]) == 2
+    assert known(llm) == set(TEXTS[2:])
+
+
+def test_trouble_does_not_stop_an_ingestion(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("no space left")
+
+    llm = make_llm(strict=None)
+    monkeypatch.setattr(llm.engine.library, "encode_many", fail)
+    pipeline = IngestionPipeline(transformations=[SPLITTER, KVWarm(llm=llm)], disable_cache=True)
+    assert len(pipeline.run(documents=documents())) == 4
+    assert "no space left" in caplog.text
+    pipeline.transformations = [SPLITTER, KVWarm(llm=llm.model_copy(update={"strict": True}))]
+    with pytest.raises(OSError, match="no space left"):
+        pipeline.run(documents=documents())
+    monkeypatch.undo()
+    pipeline.run(documents=documents())
+    assert len(llm.engine.store) == 4
+
+
+def test_a_refused_model_is_indexed_without_kv(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with KVBoost(tiny_model("gpt2", head_dim=None)) as engine:
+        warm = KVWarm(llm=KVBoostLLM(engine=engine))
+        assert len(warm(SPLITTER(documents()))) == 4
+        assert "nothing was warmed" in caplog.text
+        assert warm.delete("doc-0") == 0
 
 
 def test_nodes_that_cannot_be_chunks_are_passed_over(llm: KVBoostLLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -158,24 +200,30 @@ def test_nodes_that_cannot_be_chunks_are_passed_over(llm: KVBoostLLM, caplog: py
     assert warm([]) == []
 
 
-WORKER = """
-import pickle, sys
-warm = pickle.loads(bytes.fromhex(sys.stdin.read()))
-try:
-    warm([])
-except RuntimeError as error:
-    print(error)
-assert "torch" not in sys.modules
+PIPELINE = """
+import asyncio, sys
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.schema import TextNode
+from llama_index.llms.kvboost import KVBoostLLM, KVWarm
+
+if __name__ == "__main__":
+    warm = KVWarm(llm=KVBoostLLM(model_name="/no/such/model"))
+    pipeline = IngestionPipeline(transformations=[warm], disable_cache="no-cache" in sys.argv)
+    nodes = [TextNode(text=f"Text {n}.") for n in range(4)]
+    try:
+        if "async" in sys.argv:
+            asyncio.run(pipeline.arun(nodes=nodes, num_workers=2))
+        else:
+            pipeline.run(nodes=nodes, num_workers=2)
+    except RuntimeError as error:
+        print(error)
 """
 
 
-def test_worker_processes_are_refused_before_they_load_anything(llm: KVBoostLLM) -> None:
-    script = f"import sys; sys.path[:0] = {sys.path!r}\n{WORKER}"
-    found = subprocess.run(
-        [sys.executable, "-c", script],
-        input=pickle.dumps(KVWarm(llm=llm)).hex(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.mark.parametrize("options", ["cache", "no-cache", "async"])
+def test_worker_processes_are_refused_before_they_load_anything(tmp_path: Path, options: str) -> None:
+    """A pipeline of its own process, as worker processes import their parent's script. Loading would fail otherwise."""
+    script = tmp_path / "pipeline.py"
+    script.write_text(f"import sys; sys.path[:0] = {sys.path!r}\n{PIPELINE}")
+    found = subprocess.run([sys.executable, str(script), options], capture_output=True, text=True, timeout=180)
     assert "run the pipeline without num_workers" in found.stdout, found.stderr

@@ -47,7 +47,9 @@ class KVBoostArguments(ToolCalling, CustomLLM):
     recompute_ratio: float | None = Field(default=None, description="Share of document tokens to recompute, 0…1.")
     namespace: str | None = Field(default=None, description="Tenant: documents of one are never used for another.")
     strict: bool | None = Field(default=None, description="Raise on a fault in reuse instead of plain prefill.")
-    neighbours: int = Field(default=4, ge=0, description="Similar chunks that `KVWarm` encodes a chunk behind.")
+    neighbours: int | None = Field(
+        default=None, ge=0, description="Similar chunks that `KVWarm` encodes a chunk behind; default the engine's (4)."
+    )
     system_prompt: str = Field(default="", description="Stands before every prompt that is not formatted yet.")
     query_wrapper_prompt: BasePromptTemplate = Field(
         default=PromptTemplate("{query_str}"), description="Put around prompts that are not formatted yet."

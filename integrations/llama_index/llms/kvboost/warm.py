@@ -9,16 +9,18 @@ import os
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, field_validator
 from llama_index.core.schema import BaseNode, TransformComponent
 from llama_index.llms.kvboost.base import KVBoostLLM
-from llama_index.llms.kvboost.node_neighbours import NodeNeighbours
 from llama_index.llms.kvboost.nodes import PROMPT_MODES, node_text, node_texts
 
 from kvboost_rag.datamodels import WarmReport
+from kvboost_rag.indexing_jobs import can_be_chunk, tolerated
+from kvboost_rag.source_texts import SourceTexts
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ class KVWarm(TransformComponent):
     """Computes and stores the KV of nodes; returns the nodes unchanged.
 
     Stands last in `IngestionPipeline(transformations=[…])` or `VectorStoreIndex.from_documents(transformations=[…])`.
-    Behind an embedding model, each node is encoded behind the most similar ones (`llm.neighbours`); elsewhere alone.
+    Each node is encoded behind the `llm.neighbours` most similar ones that were warmed before or come in the same call,
+    by the nodes' embeddings where all of them have one (behind an embedding model), else by the engine's own embedder.
     Warmed is what synthesizers write into prompts, `node.get_content(MetadataMode.LLM)`; the bare text, which the
     citation engine writes, is made known and computed when it first stands in a prompt.
 
@@ -43,7 +46,7 @@ class KVWarm(TransformComponent):
         progress: called with a `kvboost_rag.warm.WarmProgress` after each chunk.
 
     Raises:
-        RuntimeError: when called in a worker process of the pipeline.
+        RuntimeError: when used in a worker process of the pipeline.
     """
 
     llm: KVBoostLLM
@@ -52,7 +55,6 @@ class KVWarm(TransformComponent):
     progress: Callable[[Any], None] | None = Field(default=None, exclude=True)
 
     _made_in: int = PrivateAttr(default_factory=os.getpid)
-    _neighbours: NodeNeighbours = PrivateAttr(default_factory=NodeNeighbours)
     _report: WarmReport | None = PrivateAttr(default=None)
 
     @field_validator("llm", mode="before")
@@ -76,6 +78,7 @@ class KVWarm(TransformComponent):
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Fields, and in `warmed_into` what the pipeline's cache has to tell apart: model, tenant, store, deletions."""
+        self._refuse_worker()
         engine = self.llm.engine
         into = [engine.library.fingerprint, self._namespace, _store_identity(engine)]
         if self.docstore is not None and self._gone(self.docstore):
@@ -90,15 +93,15 @@ class KVWarm(TransformComponent):
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Warm the nodes' texts."""
         self._refuse_worker()
-        engine, namespace = self.llm.engine, self._namespace
-        if self.docstore is not None:
-            self.sync(self.docstore)
-        usable = [node for node in nodes if self._fits(node)]
-        texts = [node_text(node) for node in usable]
-        behind = self._neighbours.choose(engine.library, usable, texts, namespace, self.llm.neighbours)
-        self._report = engine.warm(texts, neighbours=behind, namespace=namespace, progress=self.progress)
-        engine.register(node_texts(usable, PROMPT_MODES), namespace=namespace)
-        self._link(usable)
+        engine = self.llm.engine
+        with tolerated(engine, self.llm.strict):
+            if self.docstore is not None:
+                self.sync(self.docstore)
+            usable = [node for node in nodes if self._fits(node)]
+            if engine.probe.reusable:
+                self._report = self._warm(usable)
+            else:
+                self._report = engine.warm([node_text(node) for node in usable])  # says why it does nothing
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -108,8 +111,7 @@ class KVWarm(TransformComponent):
     def delete(self, ref_doc_ids: str | Iterable[str]) -> int:
         """Forget source documents; returns how many chunks went (those of other documents stay)."""
         ids = [ref_doc_ids] if isinstance(ref_doc_ids, str) else list(ref_doc_ids)
-        catalog = self.llm.engine.store.catalog
-        return self._forget(key for i in ids for key in catalog.unlink(self._namespace, self._source_id(i)))
+        return int(self.llm.engine.index.delete_many(map(self._source_id, ids), namespace=self._namespace))
 
     def sync(self, docstore: Any) -> int:
         """Forget the source documents that a docstore does not hold any more; returns how many chunks went."""
@@ -121,38 +123,34 @@ class KVWarm(TransformComponent):
         return self.llm.engine.config.namespace if own is None else own
 
     def _fits(self, node: BaseNode) -> bool:
-        library, text = self.llm.engine.library, node_text(node)
-        if not text:
-            return False
-        num_tokens, limit = len(library.tokens.document_ids(text)), library.max_chunk_tokens
-        if limit is not None and num_tokens > limit:
-            logger.warning("node %s has %d tokens, more than the context: not warmed", node.node_id, num_tokens)
-        return num_tokens > 0 and (limit is None or num_tokens <= limit)
+        text = node_text(node)
+        fits = can_be_chunk(self.llm.engine.library, text)
+        if text and not fits:
+            logger.warning("node %s has more tokens than the model's context: not warmed", node.node_id)
+        return fits
 
-    def _link(self, nodes: Sequence[BaseNode]) -> None:
-        """Remember which chunks each source document has now, and forget those that none has."""
-        library, chunks = self.llm.engine.library, defaultdict(list)
+    def _warm(self, nodes: Sequence[BaseNode]) -> WarmReport:
+        """Warm nodes that have a source document as chunks of it, others as they are."""
+        engine, by_source = self.llm.engine, defaultdict[str, list[BaseNode]](list)
         for node in nodes:
-            if node.ref_doc_id:
-                keys = [
-                    library.describe(text, self._namespace).content_hash for text in node_texts([node], PROMPT_MODES)
-                ]
-                chunks[node.ref_doc_id].extend(keys)
-        catalog = library.store.catalog
-        for ref_doc_id, keys in chunks.items():
-            source_id = self._source_id(ref_doc_id)
-            self._forget(catalog.link(library.fingerprint, self._namespace, source_id, list(dict.fromkeys(keys))))
-
-    def _forget(self, keys: Iterable[str]) -> int:
-        engine = self.llm.engine
-        records = engine.store.catalog.get_many(list(keys))
-        return engine.evict([r.text for r in records.values()], namespace=self._namespace) if records else 0
+            by_source[node.ref_doc_id or ""].append(node)
+        loose = by_source.pop("", [])
+        has_embeddings = all(node.embedding is not None for node in nodes) and self.llm.neighbours != 0
+        neighbours = "auto" if self.llm.neighbours is None else self.llm.neighbours
+        options = {"neighbours": neighbours, "namespace": self._namespace, "progress": self.progress}
+        sources = {self._source_id(key): _chunks(group, has_embeddings) for key, group in by_source.items()}
+        report: WarmReport = engine.index.add_many(sources, **options).warm
+        if loose:
+            chunks = _chunks(loose, has_embeddings)
+            engine.register(chunks.later, namespace=self._namespace)
+            report = _sum(report, engine.warm(chunks.texts, embeddings=chunks.embeddings, **options))
+        return report
 
     def _gone(self, docstore: Any) -> list[str]:
         held = set(docstore.get_all_document_hashes().values()) | set(docstore.get_all_ref_doc_info() or ())
         prefix = self._source_id("")
-        sources = self.llm.engine.store.catalog.sources(self._namespace)
-        known = [source_id.removeprefix(prefix) for _, source_id in sources if source_id.startswith(prefix)]
+        sources = self.llm.engine.index.sources(namespace=self._namespace)
+        known = [source_id.removeprefix(prefix) for source_id in sources if source_id.startswith(prefix)]
         return [ref_doc_id for ref_doc_id in known if ref_doc_id not in held]
 
     def _source_id(self, ref_doc_id: str) -> str:
@@ -176,6 +174,16 @@ class KVWarm(TransformComponent):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state["fields"])  # type: ignore[misc]
         self._made_in = state["made_in"]
+
+
+def _chunks(nodes: Sequence[BaseNode], embeddings: bool) -> SourceTexts:
+    texts = [node_text(node) for node in nodes]
+    bare = [text for text in node_texts(nodes, PROMPT_MODES) if text not in set(texts)]
+    return SourceTexts(texts, [node.embedding for node in nodes] if embeddings else None, later=bare)
+
+
+def _sum(first: WarmReport, second: WarmReport) -> WarmReport:
+    return WarmReport(*(a + b for a, b in zip(astuple(first), astuple(second), strict=True)))
 
 
 def _store_identity(engine: Any) -> str:
