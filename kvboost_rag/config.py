@@ -66,6 +66,9 @@ class ReuseConfig:
             which it recomputes all of it (within the bound); 0.02 and 0.20.
         disk_load: `measured` (default): a chunk that lies on disk is encoded again where that has been faster on this
             machine than loading, and gives the very bits that are stored; `always`: load.
+        donors: make a chunk that is not stored out of a stored near-duplicate of it, for the request at hand
+            (`KVBOOST_DONORS`, default off). A donor's KV has other last bits than the chunk's own, which is computed
+            afterwards: the first answer about an edited document may differ from the later ones.
         namespace: tenant. Enters every key; never taken from prompt text.
         strict: raise on a fault in reuse instead of falling back to plain prefill.
         shadow_rate: share of the requests served with `blend`, 0…1, that are compared with full prefill afterwards
@@ -83,6 +86,7 @@ class ReuseConfig:
     tau_reuse: float = 0.02
     tau_recompute: float = 0.20
     disk_load: DiskLoad = "measured"
+    donors: bool | None = None
     namespace: str = ""
     strict: bool = False
     shadow_rate: float = 0.0
@@ -103,6 +107,8 @@ class ReuseConfig:
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0
         ):
             raise ConfigError(f"top_k={self.top_k!r}: expected a whole number of rows per chunk, 0 or more")
+        if self.donors is not None and not isinstance(self.donors, bool):
+            raise ConfigError(f"donors={self.donors!r}: expected True or False")
         if not isinstance(self.namespace, str):
             raise ConfigError(f"namespace={self.namespace!r}: expected a string")
         if self.top_k is not None and self.deviation_threshold is not None:
@@ -165,6 +171,7 @@ class ReuseConfig:
             shadow_rate=self.shadow_rate,
             shadow_max_kl=self.shadow_max_kl,
             disk_load=self.disk_load,
+            donors=_env_flag(env, "KVBOOST_DONORS") if self.donors is None else self.donors,
             repair_options=default.repair_options if own else {},
         )
 
@@ -195,6 +202,7 @@ class EncodingConfig:
             LlamaIndex, or a function (`embeddings.load_embedder`); None: all-MiniLM-L6-v2.
         sensitivity: also store how much each token of a chunk depends on what stands before it, for the strategy
             `sensitivity`; one more forward a chunk when it is encoded, nothing when it is used.
+        donor_rules: which stored chunk may stand in for another one (`similarity.DonorRules`; None: its defaults).
     """
 
     anchor: str = "auto"
@@ -205,6 +213,7 @@ class EncodingConfig:
     neighbours: int = field(default_factory=lambda: _env_default("KVBOOST_NEIGHBOURS", 4))
     embedder: Any = field(default=None, repr=False, hash=False)
     sensitivity: bool = False
+    donor_rules: Any = None
 
     def __post_init__(self) -> None:
         for name in ("anchor", "separator"):
@@ -238,6 +247,7 @@ class ResolvedConfig:
     shadow_rate: float = 0.0
     shadow_max_kl: float | None = None
     disk_load: DiskLoad = "measured"
+    donors: bool = False
     repair_options: Mapping[str, Any] = field(default_factory=dict)
 
 

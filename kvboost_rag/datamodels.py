@@ -33,7 +33,7 @@ class HitKind(str, Enum):
     ENCODED = "encoded"
     """Encoded during this call, then treated like a hit: a miss, or on disk and slower to load (`disk_choice`)."""
     DONOR = "donor"
-    """Not stored itself; token-identical spans of a near-duplicate were reused."""
+    """Not stored itself: token-identical spans of a near-duplicate were reused, the rest of the chunk was computed."""
     PREFILLED = "prefilled"
     """Computed in this call and not kept as a chunk (text, suffix, or no reuse)."""
 
@@ -152,8 +152,8 @@ class Usage:
     recomputed_tokens: int
     prefilled_tokens: int
     created_tokens: int
-    """Document and prefix tokens whose KV was computed and stored during this call (part of `cached_tokens`
-    for documents: they are used like hits afterwards)."""
+    """Document and prefix tokens whose KV was computed during this call before the prompt was assembled, and stored
+    except for donor hits (part of `cached_tokens` for documents: they are used like hits afterwards)."""
     output_tokens: int
 
 
@@ -165,6 +165,7 @@ class SegmentReport:
         deviation: of a document at the probe layer, where it was measured.
         disk_choice: what was done about a document that lay on disk only: `load`, or `recompute` where that was
             estimated to be faster (`hit` is `encoded` then, the KV the same bits); None for everything else.
+        num_donor_tokens: of a donor hit, the tokens whose KV was the donor's.
     """
 
     kind: SegmentKind
@@ -175,6 +176,7 @@ class SegmentReport:
     content_hash: str | None = None
     deviation: float | None = None
     disk_choice: DiskChoice | None = None
+    num_donor_tokens: int = 0
 
 
 @dataclass(frozen=True)

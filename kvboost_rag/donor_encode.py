@@ -19,10 +19,16 @@ from kvboost_rag.similarity import DonorPlan
 
 @dataclass(frozen=True)
 class DonorResult:
-    """Position-free KV of the wanted chunk, and the tokens that were forwarded for it (encoding context included)."""
+    """Position-free KV of the wanted chunk, and what was computed for it.
+
+    Attributes:
+        forwarded_tokens: with the encoding context.
+        computed_tokens: those of the chunk among them.
+    """
 
     kv: ChunkKV
     forwarded_tokens: int
+    computed_tokens: int
 
 
 @torch.no_grad()
@@ -66,7 +72,7 @@ def encode_from_donor(
     wanted = torch.nonzero(rows).flatten()
     row_forward(model, buffer, ids, RowPlan(wanted))
     kv = position_free(buffer.read(first, len(ids)), layout, first, tables)
-    return DonorResult(kv, len(wanted))
+    return DonorResult(kv, len(wanted), int((wanted >= first).sum()))
 
 
 def _slice(kv: ChunkKV, start: int, end: int) -> ChunkKV:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvboost_rag.chunk_keys import model_fingerprint
@@ -17,10 +18,12 @@ from kvboost_rag.config import (
     GenerationParams,
     ReuseConfig,
 )
-from kvboost_rag.datamodels import GenerationResult, StreamEvent, WarmReport
+from kvboost_rag.datamodels import GenerationResult, HitKind, StreamEvent, WarmReport
 from kvboost_rag.decode import Decoder
 from kvboost_rag.divergence import kl_per_token
+from kvboost_rag.donors import Donors
 from kvboost_rag.encode import Encoder
+from kvboost_rag.idle import IdleJobs
 from kvboost_rag.index import DocumentIndex
 from kvboost_rag.library import ChunkIdentity, ChunkLibrary
 from kvboost_rag.lookup import Messages, document_texts
@@ -36,6 +39,7 @@ from kvboost_rag.serving import Request, Server, context_tokens, reuse_limit
 from kvboost_rag.shadow import MAX_ANSWER_TOKENS, Shadow, ShadowSample, ShadowStats
 from kvboost_rag.similar_chunks import SimilarChunks
 from kvboost_rag.stores import Store, open_store
+from kvboost_rag.stores.arrays_file import ArraysFile
 from kvboost_rag.warm import WarmProgress, neighbour_choice, register_documents, warm
 from kvboost_rag.worker import Stream, Worker
 
@@ -102,6 +106,7 @@ class KVBoost:
             self.metrics.watch(self.store)
         self._worker = Worker(f"kvboost-{self.name}")
         self.shadow = Shadow(self.name, lambda: self._worker.is_idle, self._record_shadow)
+        self._later = IdleJobs(f"kvboost-later-{self.name}", lambda: self._worker.is_idle)
         fingerprint = model_fingerprint(self.model, self.tokenizer)
         self._profile_given = profile != "auto"
         self.profile = load_profile(fingerprint) if profile == "auto" else profile
@@ -109,14 +114,16 @@ class KVBoost:
         encoder = Encoder(self.model, self.probe.layout) if self.probe.layout is not None else None
         self.library = ChunkLibrary(self.store, encoder, self.tokens, identity)
         self.library.metrics = self.metrics
-        self.similar = SimilarChunks(self.library, self.encoding.embedder)
+        self._arrays = ArraysFile(self.store.catalog.database.path)
+        self.similar = SimilarChunks(self.library, self._arrays, self.encoding.embedder)
+        self.donors = Donors(self.library, self._arrays, self.encoding.donor_rules)
         self.index = DocumentIndex(self.library, self.warm, self._forget, self.config.namespace)
         pipeline: Pipeline | None = None
         if self.probe.layout is None:
             logger.warning("%s is served by plain prefill: %s", self.name, self.probe.reason)
         else:
             prefixes = PrefixCache(self.store, self.model, fingerprint, self.encoding.block_tokens)
-            pipeline = Pipeline(self.model, self.probe.layout, self.library, prefixes)
+            pipeline = Pipeline(self.model, self.probe.layout, self.donors, prefixes)
         decoder = Decoder(self.model, self.tokens, loaded.eos_token_ids)
         self._server = Server(self.model, self.probe, self.library, pipeline, decoder)
 
@@ -174,6 +181,8 @@ class KVBoost:
         records = register_documents(self.library, texts, given, tenant)
         if count:
             records = self.similar.assign(records, count, embeddings, tenant)
+        if self.config.resolve().donors:  # now, so that no request has to wait for it
+            self.donors.update(tenant)
         # Chunk by chunk, so that requests are served in between.
         return warm(self.library, records, progress, run=lambda step: self._worker.submit(step).result())
 
@@ -285,7 +294,18 @@ class KVBoost:
                 request.config.shadow_rate,
                 request.config.shadow_max_kl,
             )
+        self._encode_later(result)
         emit(StreamEvent("", result))
+
+    def _encode_later(self, result: GenerationResult) -> None:
+        """What a donor stood in for gets its own KV when nobody is waiting."""
+        for key in {s.content_hash for s in result.segments if s.hit is HitKind.DONOR and s.content_hash}:
+            self._later.offer(key, partial(self._encode_now, key))
+
+    def _encode_now(self, content_hash: str) -> None:
+        record = self.store.catalog.get(content_hash)
+        if record is not None:
+            self._worker.submit(partial(self.library.fetch, record)).result()
 
     def profile_notice(self) -> str | None:
         """What the model runs on where that is not a profile it passed; None if that was said in this process."""
@@ -361,8 +381,9 @@ class KVBoost:
     def close(self) -> None:
         """Finish the running request, drop queued ones, flush and close the store. Closing twice does nothing."""
         self.shadow.close()
+        self._later.close()
         if self._worker.close():
-            self.similar.close()
+            self._arrays.close()
             self.store.close()
 
     def __enter__(self) -> KVBoost:

@@ -36,6 +36,7 @@ class FetchedChunk:
         encoded_tokens: what was forwarded to get it (encoding context included), 0 for a hit.
         kept: whether the store holds it; False costs the next call another encoding.
         disk_choice: what was decided about a chunk on disk, None where there was nothing to decide.
+        computed_tokens: of a donor hit: tokens of the chunk that no donor could give.
     """
 
     record: ChunkRecord
@@ -44,6 +45,7 @@ class FetchedChunk:
     encoded_tokens: int = 0
     kept: bool = True
     disk_choice: DiskChoice | None = None
+    computed_tokens: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ def locate(
     prompt: str | Messages,
     documents: Sequence[str],
     namespace: str,
-    register: bool,
+    register: Callable[[str], ChunkRecord] | None,
     template: Mapping[str, Any],
 ) -> LocatedPrompt:
     """Find the tenant's chunks in a prompt and tokenise it.
@@ -84,8 +84,8 @@ def locate(
         prompt: text, or chat messages that go through the tokenizer's chat template.
         documents: texts that may stand in the prompt and are to be reused from now on, indexed or not. A hint only:
             they never add text.
-        register: whether documents that are not indexed become known chunks; else they are cut out all the same (so
-            that the token ids do not depend on it) but have no record.
+        register: makes a document that is not indexed a known chunk; None: such documents are cut out all the same
+            (so that the token ids do not depend on it) but have no record.
         template: arguments for the chat template (`tools`, …).
 
     Raises:
@@ -105,16 +105,16 @@ def locate(
             known.remove(key)
     by_text = {s.text: found[s.key] for s in spans if s.key is not None}
     segments = library.tokens.segment(spans, rendered=rendered)
-    records = [_record(library, s, by_text, namespace) if register else by_text.get(s.text) for s in segments]
+    records = [_record(s, by_text, register) if register else by_text.get(s.text) for s in segments]
     return LocatedPrompt(segments, tuple(records))
 
 
 def _record(
-    library: ChunkLibrary, segment: Segment, by_text: dict[str, ChunkRecord], namespace: str
+    segment: Segment, by_text: dict[str, ChunkRecord], register: Callable[[str], ChunkRecord]
 ) -> ChunkRecord | None:
     if segment.kind is not SegmentKind.DOCUMENT or not segment.token_ids:
         return None
     record = by_text.get(segment.text)
     if record is None or record.token_ids != segment.token_ids:
-        record = library.register(segment.text, namespace)
+        record = register(segment.text)
     return record

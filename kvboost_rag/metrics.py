@@ -60,7 +60,7 @@ class Metrics:
         for segment in documents:
             self._count_segment(segment, strategy)
         families.recomputed.labels(strategy=strategy).inc(result.usage.recomputed_tokens)
-        reused = sum(s.num_tokens - s.num_recomputed_tokens for s in result.segments if s.hit in HITS)
+        reused = sum(_reused_tokens(s) for s in result.segments if s.hit in HITS)
         families.reused.inc(reused)
         with self._lock:
             self._hits.extend(s.hit in HITS for s in documents)
@@ -119,6 +119,12 @@ def start_metrics_server(port: int, registry: CollectorRegistry | None = None, a
         return prometheus.start_http_server(port, addr=address, registry=registry or prometheus.REGISTRY)
     except OSError as error:
         raise OSError(error.errno, f"cannot serve metrics on {address}:{port}: {error.strerror}") from error
+
+
+def _reused_tokens(segment: SegmentReport) -> int:
+    """Repair may choose rows that came from a donor: at least the others of its tokens were reused."""
+    held = segment.num_donor_tokens if segment.hit is HitKind.DONOR else segment.num_tokens
+    return max(0, held - segment.num_recomputed_tokens)
 
 
 def short_reason(reason: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -10,9 +11,10 @@ from transformers import PreTrainedModel
 from kvboost_rag import loading
 from kvboost_rag.assemble import PlacedEntry, assemble
 from kvboost_rag.config import ResolvedConfig
-from kvboost_rag.datamodels import HitKind, SegmentKind
+from kvboost_rag.datamodels import ChunkRecord, DiskChoice, HitKind, SegmentKind
 from kvboost_rag.decode import DecodeStart
-from kvboost_rag.library import ChunkLibrary, FetchedChunk
+from kvboost_rag.donors import Donors
+from kvboost_rag.library import FetchedChunk
 from kvboost_rag.lookup import LocatedPrompt
 from kvboost_rag.models.hf_cache import BufferCache
 from kvboost_rag.models.kv_buffer import KVBuffer, KVLayout
@@ -20,6 +22,8 @@ from kvboost_rag.prefix_cache import PrefixCache
 from kvboost_rag.realign import PositionTables
 from kvboost_rag.repair import RepairContext, RepairStrategy
 from kvboost_rag.timing import StageClock
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -49,10 +53,11 @@ class Prepared:
 class Pipeline:
     """The stages between segmentation and decoding, for one model that can be reused."""
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, library: ChunkLibrary, prefixes: PrefixCache) -> None:
+    def __init__(self, model: PreTrainedModel, layout: KVLayout, donors: Donors, prefixes: PrefixCache) -> None:
         self.model = model
         self.layout = layout
-        self.library = library
+        self.library = donors.library
+        self.donors = donors
         self.prefixes = prefixes
 
     def exact(self, located: LocatedPrompt, namespace: str, room: int, clock: StageClock) -> Prepared:
@@ -86,6 +91,7 @@ class Pipeline:
         plan = strategy.plan(context)
         clock.lap("repair_ms")
         created += sum(len(c.record.token_ids) for c in chunks if c.hit is HitKind.ENCODED)
+        created += sum(c.computed_tokens for c in chunks)
         return Prepared(
             DecodeStart(context.token_ids, cache, plan),
             "blend",
@@ -104,9 +110,23 @@ class Pipeline:
         clock.lap("lookup_ms")
         found = loading.load_all(library, records, choices)
         clock.lap("load_ms")
-        fetched = {key: found.get(key) or loading.encode(library, r, choices[key]) for key, r in records.items()}
+        fetched = {key: found.get(key) or self._compute(r, choices[key], config) for key, r in records.items()}
         clock.lap("encode_ms")
         return [fetched[record.content_hash] for _, record in located.documents]
+
+    def _compute(self, record: ChunkRecord, choice: DiskChoice | None, config: ResolvedConfig) -> FetchedChunk:
+        """A chunk that is missing: for this request out of a donor, or encoded and kept."""
+        if config.donors and choice is None:
+            try:
+                made = self.donors.make(record)
+            except Exception as error:
+                if config.strict:
+                    raise
+                logger.warning("a donor could not be used, the chunk is encoded whole: %s", error, exc_info=error)
+                made = None
+            if made is not None:
+                return made
+        return loading.encode(self.library, record, choice)
 
     def _assemble(self, located: LocatedPrompt, chunks: list[FetchedChunk], buffer: KVBuffer) -> None:
         tables = PositionTables.of(self.layout, len(located.token_ids))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvboost_rag.datamodels import GenerationResult, RepairReport, SegmentKind, SegmentReport, Usage
+from kvboost_rag.datamodels import GenerationResult, HitKind, RepairReport, SegmentKind, SegmentReport, Usage
 from kvboost_rag.decode import Decoded
+from kvboost_rag.library import FetchedChunk
 from kvboost_rag.lookup import LocatedPrompt
 from kvboost_rag.models.row_forward import RowPass
 from kvboost_rag.pipeline import Prepared
@@ -84,9 +85,16 @@ def _segments(outcome: Outcome, recomputed: tuple[int, ...]) -> tuple[SegmentRep
                 content_hash=record.content_hash if record is not None else None,
                 deviation=next(deviations, None) if is_document else None,
                 disk_choice=chunk.disk_choice if chunk is not None else None,
+                num_donor_tokens=_donor_tokens(chunk),
             )
         )
     return tuple(reports)
+
+
+def _donor_tokens(chunk: FetchedChunk | None) -> int:
+    if chunk is None or chunk.hit is not HitKind.DONOR:
+        return 0
+    return len(chunk.record.token_ids) - chunk.computed_tokens
 
 
 def _repair(outcome: Outcome, recomputed: tuple[int, ...]) -> RepairReport:

@@ -20,8 +20,13 @@ def usage_dict(result: GenerationResult) -> dict[str, int]:
 
 def cache_read_tokens(result: GenerationResult) -> int:
     """Tokens whose KV was there before the call: `cached_tokens` without what was encoded on the way."""
-    encoded = [s for s in result.segments if s.hit is HitKind.ENCODED]
-    return result.usage.cached_tokens - sum(s.num_tokens - s.num_recomputed_tokens for s in encoded)
+    computed = (HitKind.ENCODED, HitKind.DONOR)
+    encoded = sum(
+        max(0, s.num_tokens - s.num_donor_tokens - s.num_recomputed_tokens)
+        for s in result.segments
+        if s.hit in computed
+    )
+    return result.usage.cached_tokens - encoded
 
 
 def summary(result: GenerationResult) -> dict[str, Any]:

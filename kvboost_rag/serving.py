@@ -12,7 +12,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.config import ConfigError, GenerationParams, ResolvedConfig
-from kvboost_rag.datamodels import GenerationResult
+from kvboost_rag.datamodels import ChunkRecord, GenerationResult
 from kvboost_rag.decode import ContextOverflowError, Decoder
 from kvboost_rag.library import ChunkLibrary
 from kvboost_rag.lookup import STORE_FAULTS, LocatedPrompt, Messages, locate, locate_without_store
@@ -89,10 +89,17 @@ class Server:
             return self.decoder.score(prepared.start, continuation)
 
     def locate(self, request: Request) -> LocatedPrompt:
-        register = self.pipeline is not None and request.config.reuse != "off"
+        namespace = request.config.namespace
         return locate(
-            self.library, request.prompt, request.documents, request.config.namespace, register, request.template
+            self.library, request.prompt, request.documents, namespace, self._register(request), request.template
         )
+
+    def _register(self, request: Request) -> Callable[[str], ChunkRecord] | None:
+        if self.pipeline is None or request.config.reuse == "off":
+            return None
+        donors = request.config.donors and request.config.reuse == "blend"
+        owner = self.pipeline.donors if donors else self.library
+        return lambda text: owner.register(text, request.config.namespace)
 
     def _locate_or_fall_back(self, request: Request) -> tuple[LocatedPrompt, str | None]:
         """The located prompt, and the fault if the catalog could not be asked."""

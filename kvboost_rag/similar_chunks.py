@@ -16,8 +16,8 @@ from kvboost_rag.embeddings import DEFAULT_MODEL, Embed, load_embedder, unit_vec
 from kvboost_rag.library import ChunkLibrary
 from kvboost_rag.models.errors import ModelLoadError
 from kvboost_rag.neighbours import NeighbourRules, Neighbours, RewarmPlan, choose_neighbours, plan_rewarm
-from kvboost_rag.stores.chunk_arrays import ChunkArrays, forget_chunks, open_arrays
-from kvboost_rag.stores.database import DamagedDatabaseError, Database
+from kvboost_rag.stores.arrays_file import ArraysFile
+from kvboost_rag.stores.chunk_arrays import ChunkArrays
 from kvboost_rag.vector_index import VectorIndex
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,15 @@ class SimilarChunks:
 
     Args:
         library: whose chunks are compared.
+        arrays: where vectors are kept.
         embedder: what `embeddings.load_embedder` takes; None: all-MiniLM-L6-v2, loaded at first use.
     """
 
-    def __init__(self, library: ChunkLibrary, embedder: Any = None) -> None:
+    def __init__(self, library: ChunkLibrary, arrays: ArraysFile, embedder: Any = None) -> None:
         self.library = library
+        self.arrays = arrays
         self._embedder = embedder
         self._embed: Embed | None = None
-        self._database: Database | None = None
         self._spaces: dict[tuple[str, str], _Space] = {}
         self._no_embedder: str | None = None
         self._lock = threading.RLock()
@@ -120,19 +121,13 @@ class SimilarChunks:
     def forget(self, content_hashes: Iterable[str], namespace: str) -> None:
         """Drop the vectors of chunks, from memory and disk; an embedding tells much of its text."""
         keys = list(content_hashes)
+        if not keys:
+            return
         with self._lock:
-            if not keys or (self._database is None and not self._is_there()):
-                return
-            forget_chunks(self._open(), keys)
+            self.arrays.forget(keys)
             for (tenant, _), space in self._spaces.items():
                 if tenant == namespace:
                     space.index.remove(keys)
-
-    def close(self) -> None:
-        """Release the file."""
-        with self._lock:
-            if self._database is not None:
-                self._database.close()
 
     def _with_vectors(self, records: Sequence[ChunkRecord], embeddings: Any, namespace: str) -> _Space:
         """The tenant's vectors, those of `records` among them."""
@@ -207,27 +202,7 @@ class SimilarChunks:
         return _TokenCounts(self.library)
 
     def _arrays(self, kind: str, namespace: str, dtype: Any) -> ChunkArrays:
-        return ChunkArrays(self._open(), kind, self.library.fingerprint, namespace, dtype)
-
-    @property
-    def _path(self) -> str:
-        catalog = self.library.store.catalog.database.path
-        return catalog if catalog == ":memory:" else str(Path(catalog).with_name("arrays.sqlite"))
-
-    def _is_there(self) -> bool:
-        return self._path != ":memory:" and Path(self._path).exists()
-
-    def _open(self) -> Database:
-        if self._database is None:
-            path = self._path
-            try:
-                self._database = open_arrays(path)
-            except DamagedDatabaseError as error:
-                logger.warning("%s; it is made anew, which costs embedding the chunks again", error)
-                for suffix in ("", "-wal", "-shm"):
-                    Path(path + suffix).unlink(missing_ok=True)
-                self._database = open_arrays(path)
-        return self._database
+        return self.arrays.table(kind, self.library.fingerprint, namespace, dtype)
 
     @property
     def _embedder_name(self) -> str:

@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,11 @@ class DonorRules:
             computed with another text before them. None: all up to the chunk's end, so that only what stands before
             the first change is reused, which is as good as new if the encoding context is the same.
         max_candidates: donors compared token by token.
+        context: `computed`: the encoding context is forwarded again, so that what is computed behind it is what
+            encoding the chunk would give, up to rounding. `stored`: stored KV of the chunks in it is taken instead,
+            which is several times as fast behind neighbours, and approximate.
+        min_saving: least share of the tokens that encoding the chunk would forward (context included) that a donor
+            must spare; a partial forward costs more per token than a whole one.
     """
 
     threshold: float = 0.3
@@ -47,6 +52,8 @@ class DonorRules:
     min_span_tokens: int = 16
     settle_tokens: int | None = None
     max_candidates: int = 4
+    context: Literal["computed", "stored"] = "computed"
+    min_saving: float = 0.1
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1:
@@ -55,6 +62,10 @@ class DonorRules:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected at least {bound}")
+        if self.context not in ("computed", "stored"):
+            raise ValueError(f"context={self.context!r}: expected computed or stored")
+        if not 0 <= self.min_saving <= 1:
+            raise ValueError(f"min_saving={self.min_saving!r}: expected a number from 0 to 1")
         if self.settle_tokens is not None and self.settle_tokens < 0:
             raise ValueError(f"settle_tokens={self.settle_tokens!r}: expected 0 or more, or None for the chunk's end")
 
@@ -121,7 +132,8 @@ class DonorIndex:
         self._table = table
         self._lock = threading.RLock()
         for key, signature in table.items() if table is not None else ():
-            self._insert(key, np.asarray(signature, dtype=np.uint32))
+            if len(signature) == self.rules.num_permutations:  # else damaged: it counts as missing
+                self._insert(key, np.asarray(signature, dtype=np.uint32))
 
     def __len__(self) -> int:
         return len(self._signatures)
@@ -152,6 +164,13 @@ class DonorIndex:
                     self._lsh.remove(key)
         if self._table is not None:
             self._table.delete(keys)
+
+    def keep_only(self, keys: Iterable[str]) -> None:
+        """Forget all chunks but these."""
+        with self._lock:
+            gone = self._signatures.keys() - set(keys)
+        if gone:
+            self.remove(gone)
 
     def candidates(self, token_ids: Sequence[int]) -> list[str]:
         """Keys of chunks that may be near-duplicates, by estimated similarity, best first."""

@@ -27,9 +27,20 @@ def result(
     deviation: float | None = None,
     ttft_ms: float = 40.0,
 ) -> GenerationResult:
-    """A request with a stored prefix of 7 tokens, one document of 100 tokens a hit kind, and a question of 10."""
+    """A request with a stored prefix of 7 tokens, one document of 100 tokens a hit kind (60 of them from a donor where
+    it is one), and a question of 10."""
     documents = [
-        SegmentReport(SegmentKind.DOCUMENT, hit, 0, 100, recomputed if i == 0 else 0, f"{i}", deviation)
+        SegmentReport(
+            SegmentKind.DOCUMENT,
+            hit,
+            0,
+            100,
+            recomputed if i == 0 else 0,
+            f"{i}",
+            deviation,
+            None,
+            60 * (hit is HitKind.DONOR),
+        )
         for i, hit in enumerate(hits)
     ]
     segments = (
@@ -63,7 +74,7 @@ def test_hits_misses_tokens_and_rates(registry: CollectorRegistry) -> None:
     assert value("kvboost_cache_hit_rate") == pytest.approx(4 / 6)
     assert value("kvboost_recompute_tokens_total", {"strategy": "query"}) == 15
     assert value("kvboost_recompute_ratio") == pytest.approx(15 / 600)
-    assert value("kvboost_reused_tokens_total") == 7 + (300 - 15 + 7) + (100 + 7)
+    assert value("kvboost_reused_tokens_total") == 7 + (200 - 15 + 60 + 7) + (100 + 7)
 
 
 def test_ttft_by_path_fallbacks_and_deviation(registry: CollectorRegistry) -> None:

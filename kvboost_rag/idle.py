@@ -1,0 +1,71 @@
+"""Work that can wait until nobody is waiting."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING = 256
+
+
+class IdleJobs:
+    """Runs jobs one after the other in a thread of its own, each when the engine has nothing to do.
+
+    Nothing depends on a job being run: those beyond `MAX_PENDING` and those pending at `close` are dropped, and one
+    that fails is logged. Thread-safe.
+    """
+
+    def __init__(self, name: str, is_idle: Callable[[], bool]) -> None:
+        self._name, self._is_idle = name, is_idle
+        self._jobs: queue.Queue[tuple[str, Callable[[], Any]] | None] = queue.Queue()
+        self._pending: set[str] = set()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def offer(self, key: str, job: Callable[[], Any]) -> bool:
+        """Run `job` some time, unless one of the same key waits already; returns at once, whether it was taken."""
+        with self._lock:
+            if self._closed.is_set() or key in self._pending or len(self._pending) >= MAX_PENDING:
+                return False
+            self._pending.add(key)
+            self._jobs.put((key, job))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return True
+
+    def wait(self) -> None:
+        """Until everything taken so far is done."""
+        self._jobs.join()
+
+    def close(self) -> None:
+        """Drop what is pending and end the thread; waits for a job that runs."""
+        with self._lock:
+            self._closed.set()
+            thread = self._thread
+            self._jobs.put(None)
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            key, job = item
+            while not self._is_idle() and not self._closed.wait(0.02):
+                pass
+            try:
+                if not self._closed.is_set():
+                    job()
+            except Exception as error:
+                if not self._closed.is_set():
+                    logger.warning("a job in the background failed: %s", error, exc_info=error)
+            finally:
+                with self._lock:
+                    self._pending.discard(key)
+                self._jobs.task_done()
+        self._jobs.task_done()
