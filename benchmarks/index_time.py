@@ -2,6 +2,7 @@
 
 usage: python benchmarks/index_time.py quality DATA.json [--questions 12] [--model bundled:smollm2] [--dtype float32]
        python benchmarks/index_time.py donors DATA.json [--model bundled:smollm2]
+       python benchmarks/index_time.py edit DATA.json [--questions 6] [--neighbours 0] [--model bundled:smollm2]
        python benchmarks/index_time.py search [--sizes 10000 50000 100000]
 
 DATA.json: records with `question` and `docs` (HotpotQA or MuSiQue, reshaped).
@@ -11,6 +12,9 @@ quality: KL(full ‖ ours) in nats, first answer token and mean over the referen
          it); with each, tokens forwarded per document token (anchor included) at index time.
 donors:  how surely MinHash finds the original of an edited 256-token chunk, by threshold and permutations, with the
          time and memory it takes. The file's paragraphs are the corpus; times include hashing and are per chunk.
+edit:    one word in the middle of a stored 512-token chunk is replaced: tokens computed, TTFT with a donor and with the
+         edited chunk encoded whole (taken in turn, medians), and KL(fresh ‖ donor) in nats at the first answer token.
+         TTFT is what the engine reports: lookup, search for donors, encoding, realigning and the question included.
 search:  seconds to choose four neighbours for every one of N random 384-dimensional vectors, by comparing all and by
          the approximate index (building it included), and the share of neighbours on which both agree.
 """
@@ -148,6 +152,47 @@ def donor_row(rules: DonorRules, chunks: Sequence[Sequence[int]], cases: Sequenc
     return f"| {rules.threshold} | {rules.num_permutations} | {recall} | {cells} |"
 
 
+def edited_word(text: str) -> str:
+    words = text.split(" ")
+    words[len(words) // 2] = "Zanzibar"
+    return " ".join(words)
+
+
+def edit(args: argparse.Namespace) -> None:
+    records = json.loads(Path(args.data).read_text())[: args.questions]
+    rows = []
+    for record in records:
+        with KVBoost.from_pretrained(args.model, dtype=args.dtype, store=MemoryStore(4 << 30)) as engine:
+            chunker = FixedChunker(engine.tokens.count, 512)
+            texts = [chunk.text for chunk in chunker.split("\n\n".join(record["docs"]))]
+            engine.warm(texts, neighbours=args.neighbours)
+            text = edited_word(texts[0])
+            prompt = messages(record["question"], [text])
+            options = {
+                "documents": [text],
+                "repair": "none",
+                "strict": True,
+                "params": GenerationParams(max_new_tokens=1),
+            }
+            results, logits = {}, {}
+            for donors in (True, False, True, False, True, False):
+                engine.store.delete(engine.library.describe(text, "").content_hash)
+                logits[donors] = engine.logits(prompt, documents=[text], repair="none", donors=donors)[0]
+                engine.store.delete(engine.library.describe(text, "").content_hash)
+                results.setdefault(donors, []).append(engine.generate(prompt, donors=donors, **options))
+                engine.finish_background()
+            segment = next(s for s in results[True][0].segments if s.num_donor_tokens)
+            ttft = [float(np.median([result.ttft_ms for result in results[donors]])) for donors in (True, False)]
+            kl = divergence(logits[False][None], logits[True][None])[0]
+            rows.append((segment.num_tokens, segment.num_tokens - segment.num_donor_tokens, *ttft, kl))
+            print(".", end="", file=sys.stderr, flush=True)
+    tokens, computed, with_donor, whole, kl = np.mean(rows, axis=0)
+    print("| chunk tokens | computed | share | TTFT with donor, ms | encoded whole, ms | KL mean | KL max |")
+    print("|---|---|---|---|---|---|---|")
+    cells = f"{tokens:.0f} | {computed:.0f} | {computed / tokens:.0%} | {with_donor:.0f} | {whole:.0f}"
+    print(f"| {cells} | {kl:.1e} | {max(row[-1] for row in rows):.1e} |")
+
+
 def search(args: argparse.Namespace) -> None:
     print("| chunks | all compared, s | approximate, s | agreement |")
     print("|---|---|---|---|")
@@ -172,15 +217,16 @@ def search(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for run in (quality, donors):
+    for run in (quality, donors, edit):
         command = commands.add_parser(run.__name__)
         command.set_defaults(run=run)
         command.add_argument("data")
         command.add_argument("--model", default="bundled:smollm2")
-    with_model = commands.choices["quality"]
-    with_model.add_argument("--questions", type=int, default=12)
-    with_model.add_argument("--answer-tokens", type=int, default=16)
-    with_model.add_argument("--dtype", default="float32")
+    for name, num_questions in (("quality", 12), ("edit", 6)):
+        commands.choices[name].add_argument("--questions", type=int, default=num_questions)
+        commands.choices[name].add_argument("--dtype", default="float32")
+    commands.choices["quality"].add_argument("--answer-tokens", type=int, default=16)
+    commands.choices["edit"].add_argument("--neighbours", type=int, default=0)
     command = commands.add_parser("search")
     command.set_defaults(run=search)
     command.add_argument("--sizes", type=int, nargs="+", default=[10_000, 50_000, 100_000])

@@ -378,6 +378,10 @@ class KVBoost:
             shadow=self.shadow.stats(),
         )
 
+    def finish_background(self) -> None:
+        """Wait until the work that was left for later is done: KV of chunks that a donor stood in for."""
+        self._later.wait()
+
     def close(self) -> None:
         """Finish the running request, drop queued ones, flush and close the store. Closing twice does nothing."""
         self.shadow.close()

@@ -75,7 +75,7 @@ def test_an_edited_document_takes_what_is_identical_and_then_gets_its_own_kv(mak
     assert cache_read_tokens(result) <= seen.num_donor_tokens
     assert metrics._families.hits.labels(model="m", strategy="query", kind="donor")._value.get() == 1
     assert metrics._families.reused._value.get() <= seen.num_donor_tokens
-    engine._later.wait()
+    engine.finish_background()
     key = engine.library.describe(NEW, "").content_hash
     assert key in engine.store, "its own KV is computed afterwards"
     assert document(ask(engine)).hit is HitKind.APPROXIMATE
@@ -249,7 +249,7 @@ def test_answers_about_an_edit_are_those_of_a_fresh_encoding(smollm2: Any, edit:
         engine.warm(RELATED)
         made = engine.generate(prompt, documents=[text], params=PARAMS, repair="none", donors=True, strict=True)
         assert (document(made).hit is HitKind.DONOR) == has_donor
-        engine._later.wait()
+        engine.finish_background()
         engine.evict([text])
         ours = engine.logits(prompt, documents=[text], repair="none", donors=True, strict=True).log_softmax(-1)[0]
         record = engine.store.catalog.get(engine.library.describe(text, "").content_hash)
