@@ -13,15 +13,16 @@ T = TypeVar("T")
 _END = object()
 
 
-async def iterate(make: Callable[[], Iterator[T]]) -> AsyncGenerator[T, None]:
-    """The items of `make()` as they come; the iterator runs in one thread of its own.
+async def iterate(make: Callable[[threading.Event], Iterator[T]]) -> AsyncGenerator[T, None]:
+    """The items of `make(cancelled)` as they come; the iterator runs in one thread of its own.
 
-    Closing the async iterator early (or cancelling its task) closes the blocking one, which stops the generation.
-    Exceptions of the blocking iterator are raised here.
+    Closing the async iterator early (or cancelling its task) sets `cancelled`, which the iterator should hand on to
+    whatever it waits for (`KVBoost.stream(cancelled=…)`), and closes the iterator when its next item comes. Exceptions
+    of the blocking iterator are raised here.
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[object] = asyncio.Queue()
-    stop = threading.Event()
+    cancelled = threading.Event()
 
     def hand_over(item: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone, and with it whoever waited
@@ -29,11 +30,11 @@ async def iterate(make: Callable[[], Iterator[T]]) -> AsyncGenerator[T, None]:
 
     def produce() -> None:
         try:
-            iterator = make()
+            iterator = make(cancelled)
             try:
                 for item in iterator:
                     hand_over(item)
-                    if stop.is_set():
+                    if cancelled.is_set():
                         break
             finally:
                 close = getattr(iterator, "close", None)
@@ -51,7 +52,7 @@ async def iterate(make: Callable[[], Iterator[T]]) -> AsyncGenerator[T, None]:
                 raise item.error
             yield item  # type: ignore[misc]
     finally:
-        stop.set()
+        cancelled.set()
 
 
 class _Raised:

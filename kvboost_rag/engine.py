@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -230,8 +230,9 @@ class KVBoost:
         params: GenerationParams | None = None,
         repair: str | RepairStrategy | None = None,
         template: dict[str, Any] | None = None,
+        cancelled: threading.Event | None = None,
         **config: Any,
-    ) -> Iterator[StreamEvent]:
+    ) -> Stream[StreamEvent]:
         """Answer a prompt piece by piece. Closing the iterator stops the generation.
 
         Args:
@@ -240,6 +241,8 @@ class KVBoost:
             params: decoding parameters.
             repair: name of a strategy, or a strategy with parameters of its own.
             template: arguments for the chat template (`tools`, …).
+            cancelled: an event that stops the generation when it is set, from whatever thread; a request that is still
+                queued then is never served.
             config: fields of `ReuseConfig` for this call (`reuse`, `recompute_ratio`, `namespace`, …).
 
         Yields:
@@ -249,10 +252,7 @@ class KVBoost:
             TypeError, ValueError: bad input, before any work starts; `ContextOverflowError` if the prompt is too long.
         """
         request = self._request(prompt, documents, params, repair, template, **config)
-        stream: Stream[StreamEvent] = Stream(
-            self._worker, lambda emit, cancelled: self._serve(request, emit, cancelled)
-        )
-        return iter(stream)
+        return Stream(self._worker, partial(self._serve, request), cancelled)
 
     def _request(
         self,

@@ -22,6 +22,7 @@ from kvboost_rag.repair import RepairStrategy
 from kvboost_rag.report import Outcome, build_result
 from kvboost_rag.rewritten import RewrittenNotice
 from kvboost_rag.timing import StageClock
+from kvboost_rag.worker import Cancelled
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,11 @@ class Server:
     _notice: RewrittenNotice = field(default_factory=RewrittenNotice)
 
     def serve(self, request: Request, on_text: Callable[[str], None], cancelled: threading.Event) -> GenerationResult:
-        """Segment, look up, load, realign, repair, decode."""
+        """Segment, look up, load, realign, repair, decode.
+
+        Raises:
+            Cancelled: nobody waits any more, and no token was computed yet.
+        """
         clock = StageClock(request.started, self.model.device.type)
         self.counts["requests"] += 1
         located, fault = self._locate_or_fall_back(request)
@@ -75,6 +80,8 @@ class Server:
                 prepared = self._prepare(located, request, room, clock)
             else:
                 prepared = plain(self.model, located, fault)
+            if cancelled.is_set():
+                raise Cancelled
             result = build_result(self._decode(located, prepared, request, (on_text, cancelled), clock))
         self._note_deviations(result)
         return result

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -63,6 +64,57 @@ class Worker:
         return True
 
 
+class Cancelled(Exception):
+    """Raised by a job that sees that nobody waits for it any more; ends its stream."""
+
+
+Job = Callable[[Callable[[T], None], threading.Event], None]
+"""Gets a function that hands over an item, and the event that asks it to stop."""
+
+
+class Stream(Generic[T]):
+    """Iterator over the items that a job produces in the worker; any number of threads may take them in turn.
+
+    Closing the stream early, dropping it, or setting `cancelled` (from whatever thread) asks the job to stop; a job
+    that has not begun by then never runs.
+
+    Args:
+        cancelled: an event of the caller's own, where others than the consumer are to be able to stop the job.
+    """
+
+    def __init__(self, worker: Worker, job: Job[T], cancelled: threading.Event | None = None) -> None:
+        self.cancelled = cancelled or threading.Event()
+        self._items: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._ended = False
+        # Neither of the two holds the stream, so that it can be dropped while the job is queued or runs.
+        self._future = worker.submit(partial(_produce, job, self._items, self.cancelled))
+        self._future.add_done_callback(partial(_ended_early, self._items, self.cancelled))
+
+    def __iter__(self) -> Stream[T]:
+        return self
+
+    def __next__(self) -> T:
+        item = _END if self._ended else self._items.get()
+        if item is _END:
+            self._ended = True
+            raise StopIteration
+        if isinstance(item, _Failure):
+            self._ended = True
+            raise item.error
+        return item  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Stop the job if it has not ended; nothing more comes out of the stream."""
+        if not self._ended:
+            self._ended = True
+            self.cancelled.set()
+            self._future.cancel()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_future"):  # else the worker did not take the job
+            self.close()
+
+
 class _Failure:
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -71,41 +123,21 @@ class _Failure:
 _END = object()
 
 
-class Stream(Generic[T]):
-    """Items that a job produces in the worker, consumed by another thread, any number of threads in turn.
+def _produce(job: Job[T], items: queue.SimpleQueue[object], cancelled: threading.Event) -> None:
+    try:
+        if not cancelled.is_set():
+            job(items.put, cancelled)
+    except Cancelled:
+        pass
+    except BaseException as error:
+        items.put(_Failure(error))
+    finally:
+        items.put(_END)
 
-    Closing the stream early (or dropping it) sets `cancelled`, which the job checks.
-    """
 
-    def __init__(self, worker: Worker, job: Callable[[Callable[[T], None], threading.Event], None]) -> None:
-        self.cancelled = threading.Event()
-        self._items: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._future = worker.submit(lambda: self._produce(job))
-        self._future.add_done_callback(self._ended_early)
-
-    def _produce(self, job: Callable[[Callable[[T], None], threading.Event], None]) -> None:
-        try:
-            job(self._items.put, self.cancelled)
-        except BaseException as error:
-            self._items.put(_Failure(error))
-        finally:
-            self._items.put(_END)
-
-    def _ended_early(self, future: Future[None]) -> None:
-        if future.cancelled():  # the engine was closed before the job began
-            self._items.put(_Failure(RuntimeError("the engine was closed before this request began")))
-            self._items.put(_END)
-
-    def __iter__(self) -> Iterator[T]:
-        try:
-            while (item := self._items.get()) is not _END:
-                if isinstance(item, _Failure):
-                    raise item.error
-                yield item  # type: ignore[misc]
-        finally:
-            self.cancel()
-
-    def cancel(self) -> None:
-        """Ask the job to stop after the current token; a job that has not begun never runs."""
-        self.cancelled.set()
-        self._future.cancel()
+def _ended_early(items: queue.SimpleQueue[object], cancelled: threading.Event, future: Future[None]) -> None:
+    """Whoever waits for a job that never begins must not wait for ever."""
+    if future.cancelled():
+        if not cancelled.is_set():
+            items.put(_Failure(RuntimeError("the engine was closed before this request began")))
+        items.put(_END)

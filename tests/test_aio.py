@@ -15,7 +15,7 @@ async def test_items_arrive_while_the_loop_runs() -> None:
     gate = threading.Semaphore(0)
     ticks = 0
 
-    def produce() -> Iterator[int]:
+    def produce(cancelled: threading.Event) -> Iterator[int]:
         for i in range(5):
             gate.acquire(timeout=5)
             yield i
@@ -34,7 +34,7 @@ async def test_items_arrive_while_the_loop_runs() -> None:
 
 
 async def test_errors_are_raised_where_the_items_are_awaited() -> None:
-    def produce() -> Iterator[int]:
+    def produce(cancelled: threading.Event) -> Iterator[int]:
         yield 1
         raise ZeroDivisionError("in the thread")
 
@@ -47,7 +47,7 @@ async def test_errors_are_raised_where_the_items_are_awaited() -> None:
 async def test_closing_early_closes_the_iterator() -> None:
     closed = threading.Event()
 
-    def produce() -> Iterator[int]:
+    def produce(cancelled: threading.Event) -> Iterator[int]:
         try:
             while True:
                 yield 1
@@ -58,3 +58,24 @@ async def test_closing_early_closes_the_iterator() -> None:
     assert await stream.__anext__() == 1
     await stream.aclose()
     assert await asyncio.to_thread(closed.wait, 5)
+
+
+async def test_cancelling_reaches_an_iterator_that_waits_for_its_first_item() -> None:
+    ended = threading.Event()
+
+    def produce(cancelled: threading.Event) -> Iterator[int]:
+        assert cancelled.wait(5)
+        ended.set()
+        return
+        yield
+
+    async def consume() -> None:
+        async for _ in iterate(produce):
+            pass
+
+    task = asyncio.create_task(consume())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(ended.wait, 5)

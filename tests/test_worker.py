@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvboost_rag.worker import Stream, Worker
+from kvboost_rag.worker import Cancelled, Stream, Worker
 
 
 @pytest.fixture
@@ -71,18 +71,56 @@ def test_closing_early_cancels_the_running_job(worker: Worker) -> None:
 
     iterator = iter(Stream(worker, job))
     next(iterator)
-    iterator.close()  # type: ignore[attr-defined]
+    iterator.close()
     assert ended.wait(5)
 
 
-def test_a_cancelled_job_that_has_not_begun_never_runs(worker: Worker) -> None:
-    gate, ran = threading.Event(), threading.Event()
+@pytest.mark.parametrize("how", ["close", "event", "drop"])
+def test_a_job_that_is_given_up_before_it_begins_never_runs(worker: Worker, how: str) -> None:
+    gate, ran, event = threading.Event(), threading.Event(), threading.Event()
     worker.submit(lambda: gate.wait(5))
-    stream: Stream[int] = Stream(worker, lambda emit, cancelled: ran.set())
-    stream.cancel()
+    stream: Stream[int] = Stream(worker, lambda emit, cancelled: ran.set(), event)
+    if how == "close":
+        stream.close()
+    elif how == "event":
+        event.set()
+    else:
+        del stream
     gate.set()
     worker.submit(lambda: None).result()
     assert not ran.is_set()
+    if how != "drop":
+        assert list(stream) == []
+
+
+def test_dropping_a_stream_stops_the_running_job(worker: Worker) -> None:
+    ended = threading.Event()
+
+    def job(emit: Callable[[int], None], cancelled: threading.Event) -> None:
+        emit(1)
+        assert cancelled.wait(5)
+        ended.set()
+
+    stream = Stream(worker, job)
+    next(stream)
+    del stream
+    assert ended.wait(5)
+
+
+def test_an_ended_stream_leaves_the_callers_event_alone(worker: Worker) -> None:
+    event = threading.Event()
+    stream: Stream[int] = Stream(worker, lambda emit, cancelled: emit(1), event)
+    assert list(stream) == [1]
+    stream.close()
+    assert not event.is_set()
+
+
+def test_a_job_that_gives_up_ends_its_stream(worker: Worker) -> None:
+    def job(emit: Callable[[int], None], cancelled: threading.Event) -> None:
+        emit(1)
+        raise Cancelled
+
+    assert list(Stream(worker, job)) == [1]
 
 
 def test_a_job_must_not_wait_for_its_own_worker(worker: Worker) -> None:

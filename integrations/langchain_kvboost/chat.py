@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
+from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -77,7 +79,7 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         result = None
-        async with aclosing(iterate(lambda: self._chat_events(messages, stop, kwargs))) as events:
+        async with aclosing(iterate(partial(self._chat_events, messages, stop, kwargs))) as events:
             async for event in events:
                 result = event.result
         return self._chat_result(result, kwargs)
@@ -105,7 +107,7 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         chunks = ChatChunks(self.model_name, _tool_names(kwargs))
-        async with aclosing(iterate(lambda: self._chat_events(messages, stop, kwargs))) as events:
+        async with aclosing(iterate(partial(self._chat_events, messages, stop, kwargs))) as events:
             async for event in events:
                 for chunk in chunks.of(event):
                     if run_manager is not None:
@@ -150,11 +152,15 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         return tokens.count(tokens.render(template_messages(messages), tools=offered))
 
     def _chat_events(
-        self, messages: list[BaseMessage], stop: Sequence[str] | None, kwargs: dict[str, Any]
+        self,
+        messages: list[BaseMessage],
+        stop: Sequence[str] | None,
+        kwargs: dict[str, Any],
+        cancelled: threading.Event | None = None,
     ) -> Generator[StreamEvent, None, None]:
         call = dict(kwargs)
         documents = document_hints(call.pop("documents", None)) + carried_documents(messages)
-        return self._events(template_messages(messages), stop, documents, call)
+        return self._events(template_messages(messages), stop, documents, call, cancelled)
 
     def _chat_result(self, result: GenerationResult | None, kwargs: dict[str, Any]) -> ChatResult:
         if result is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
+from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -94,15 +96,19 @@ class KVBoostLLM(KVBoostParameters, BaseLLM):
                 yield chunk
 
     def _prompt_events(
-        self, prompt: str, stop: Sequence[str] | None, kwargs: dict[str, Any]
+        self,
+        prompt: str,
+        stop: Sequence[str] | None,
+        kwargs: dict[str, Any],
+        cancelled: threading.Event | None = None,
     ) -> Generator[StreamEvent, None, None]:
         call = dict(kwargs)
-        return self._events(prompt, stop, document_hints(call.pop("documents", None)), call)
+        return self._events(prompt, stop, document_hints(call.pop("documents", None)), call, cancelled)
 
     def _aprompt_events(
         self, prompt: str, stop: Sequence[str] | None, kwargs: dict[str, Any]
     ) -> AsyncGenerator[StreamEvent, None]:
-        return iterate(lambda: self._prompt_events(prompt, stop, kwargs))
+        return iterate(partial(self._prompt_events, prompt, stop, kwargs))
 
     def _llm_result(self, results: Sequence[GenerationResult | None]) -> LLMResult:
         generations, usage = [], {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.exceptions import ContextOverflowError
@@ -225,7 +227,12 @@ class KVBoostParameters(BaseModel):
         return merge_params(base, given | ({"stop": list(stop)} if stop else {}))
 
     def _events(
-        self, prompt: Any, stop: Sequence[str] | None, documents: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        prompt: Any,
+        stop: Sequence[str] | None,
+        documents: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        cancelled: threading.Event | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """The one way a request takes, for invoke, stream, batch and their async forms.
 
@@ -241,9 +248,12 @@ class KVBoostParameters(BaseModel):
         settings = self._reuse_config(**{name: call.pop(name) for name in _REUSE if name in call})
         params = self._generation_params(stop, call)
         template = {"tools": tools} if tools else None
-        events = self.engine.stream(prompt, documents=list(documents), params=params, template=template, **settings)
+        events = self.engine.stream(
+            prompt, documents=list(documents), params=params, template=template, cancelled=cancelled, **settings
+        )
         try:
-            yield from events
+            with closing(events):
+                yield from events
         except Overflow as error:
             raise ContextOverflowError(str(error)) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -242,6 +243,57 @@ def test_closing_a_stream_stops_the_generation(model: Any) -> None:
     asyncio.run(break_off())
     assert ours.engine.generate("x", params=None).text is not None  # the worker is free again
     assert len(forwards) < 1000
+
+
+async def _first(stream: Any) -> Any:
+    return await anext(aiter(stream))
+
+
+@pytest.mark.parametrize("path", ["ainvoke", "astream"])
+def test_a_request_cancelled_in_the_queue_is_never_served(model: Any, path: str) -> None:
+    ours, forwards, gate = model(), [], threading.Event()
+    engine = ours.engine
+    engine.model.register_forward_hook(lambda *_: forwards.append(1))
+
+    async def main() -> None:
+        engine._worker.submit(lambda: gate.wait(20))
+        task = asyncio.ensure_future(ours.ainvoke(TEXT) if path == "ainvoke" else _first(ours.astream(TEXT)))
+        while engine._worker._unfinished < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.set()
+
+    asyncio.run(main())
+    engine._worker.submit(lambda: None).result(20)
+    assert forwards == []
+    assert engine.stats().requests == 0
+    assert _text(ours.invoke(TEXT))
+
+
+@pytest.mark.parametrize("path", ["ainvoke", "astream"])
+def test_cancelling_a_running_request_stops_it_soon(model: Any, path: str) -> None:
+    ours, forwards, begun = model(max_tokens=1500, min_new_tokens=1500), [], threading.Event()
+
+    def hook(*_: Any) -> None:
+        forwards.append(1)
+        if len(forwards) == 3:
+            begun.set()
+
+    ours.engine.model.register_forward_hook(hook)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(ours.ainvoke(TEXT) if path == "ainvoke" else _collect(ours.astream(TEXT)))
+        await asyncio.to_thread(begun.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        num_then = len(forwards)
+        await asyncio.to_thread(ours.engine._worker.submit(lambda: None).result, 20)
+        assert len(forwards) <= num_then + 3
+
+    asyncio.run(main())
 
 
 def test_concurrent_calls_are_all_answered_right(model: Any) -> None:

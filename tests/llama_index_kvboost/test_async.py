@@ -84,6 +84,28 @@ async def test_cancelling_stops_the_model(make_llm: MakeLLM) -> None:
     assert slow.tokens < 1000
 
 
+async def _consume(llm: KVBoostLLM, method: str) -> None:
+    call = getattr(llm, method)(USER if "chat" in method else "The store holds")
+    await (_drain(call) if "stream" in method else call)
+
+
+@pytest.mark.parametrize("method", ["acomplete", "achat", "astream_complete", "astream_chat"])
+async def test_a_request_cancelled_in_the_queue_is_never_served(make_llm: MakeLLM, method: str) -> None:
+    llm, gate = make_llm(), threading.Event()
+    worker = llm.engine._worker
+    worker.submit(lambda: gate.wait(20))
+    task = asyncio.create_task(_consume(llm, method))
+    while worker._unfinished < 2:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.set()
+    await asyncio.to_thread(_wait_until_free, llm)
+    assert llm.engine.stats().requests == 0
+    assert llm.complete("The store").text
+
+
 async def test_leaving_a_stream_early_stops_the_model(make_llm: MakeLLM) -> None:
     llm, slow = make_llm(), Slow()
     stream = await llm.astream_chat(USER, max_new_tokens=1000, stopping_criteria=[slow])

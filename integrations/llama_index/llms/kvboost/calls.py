@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
@@ -51,8 +52,8 @@ class Call:
     options: Mapping[str, Any]
     tool_names: tuple[str, ...] = field(default=())
 
-    def events(self) -> Generator[StreamEvent, None, None]:
-        """The engine's events; blocks while the model is loaded and computes.
+    def events(self, cancelled: threading.Event | None = None) -> Generator[StreamEvent, None, None]:
+        """The engine's events; blocks while the model is loaded and computes. Setting `cancelled` ends them.
 
         Raises:
             ValueError: tools, but no chat template that could write them into the prompt.
@@ -67,7 +68,7 @@ class Call:
         if not isinstance(prompt, str):
             has_template = bool(engine.tokenizer.chat_template)
             prompt = template_messages(prompt) if has_template else generic_messages_to_prompt(prompt)
-        with closing(engine.stream(prompt, **self.options)) as events:  # type: ignore[type-var]
+        with closing(engine.stream(prompt, cancelled=cancelled, **self.options)) as events:
             yield from events
 
     def answer(self, make: Make[Response], model_name: str) -> Response:
