@@ -82,6 +82,11 @@ def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     )
 
 
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """As `model_fingerprint`, whatever tokenizer goes with the model."""
+    return hash_fields("weights and config", _weights_digest(model).encode(), _config_bytes(model))
+
+
 def _weights_digest(model: PreTrainedModel) -> str:
     import torch
 

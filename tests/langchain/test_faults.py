@@ -333,7 +333,19 @@ def test_the_llm_cache_tells_models_and_settings_apart(llm: Any, chat: Any, tiny
     for make in (llm, chat):
         variants = [make(), make(reuse="off"), make(recompute_ratio=0.2), make(temperature=0.5), make(top_k=3)]
         variants += [make(repetition_penalty=1.2), make(namespace="b"), make(model=other.model), make(stop=["x"])]
+        variants += [make(tokenizer="another"), make(neighbours=1)]
         assert len({str(sorted(v.asdict().items(), key=str)) for v in variants}) == len(variants)
+
+
+def test_describing_a_model_makes_no_engine(model: Any, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVBoost, "from_pretrained", lambda *a, **k: pytest.fail("an engine was made"))
+    ours = model(tokenizer=fresh.tokenizer)
+    before = ours.asdict()
+    for use in (repr, str, pickle.dumps, copy.deepcopy, lambda m: m.model_dump(), lambda m: m._get_ls_params()):
+        use(ours)
+    monkeypatch.undo()
+    assert ours.invoke(TEXT)
+    assert ours.asdict() == before == model().asdict()
 
 
 def test_traces_hold_no_tensors_and_no_documents(chat: Any) -> None:

@@ -9,10 +9,13 @@ import sys
 import threading
 from typing import Any
 
+import pytest
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.kvboost import KVBoostLLM, KVWarm
 from llama_index_kvboost.helpers import USER, MakeLLM
+
+from kvboost_rag import KVBoost
 
 FIELDS: dict[str, Any] = {
     "max_new_tokens": 5,
@@ -33,6 +36,16 @@ def test_from_dict_of_to_dict(make_llm: MakeLLM) -> None:
     assert again.to_dict() == data
     assert again.query_wrapper_prompt.get_template() == "<{query_str}>"
     assert again.complete("Hi").text == llm.complete("Hi").text
+
+
+def test_describing_a_model_makes_no_engine(tiny_loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVBoost, "from_pretrained", lambda *a, **k: pytest.fail("an engine was made"))
+    llm = KVBoostLLM(model=tiny_loaded.model, tokenizer=tiny_loaded.tokenizer)
+    for use in (repr, str, pickle.dumps, copy.deepcopy, lambda m: m.to_dict(), lambda m: m.to_json()):
+        use(llm)
+    assert llm.model_dump()
+    assert llm.to_payload()
+    assert llm._spec.peek() is None
 
 
 def test_equal_arguments_share_one_model(tiny_loaded: Any) -> None:
