@@ -17,7 +17,7 @@ from kvboost_rag.donors import Donors
 from kvboost_rag.library import FetchedChunk
 from kvboost_rag.lookup import LocatedPrompt
 from kvboost_rag.models.hf_cache import BufferCache
-from kvboost_rag.models.kv_buffer import KVBuffer, KVLayout
+from kvboost_rag.models.kv_buffer import BufferPool, KVBuffer, KVLayout
 from kvboost_rag.prefix_cache import PrefixCache
 from kvboost_rag.realign import PositionTables
 from kvboost_rag.repair import RepairContext, RepairStrategy
@@ -59,12 +59,14 @@ class Pipeline:
         self.library = donors.library
         self.donors = donors
         self.prefixes = prefixes
+        self.buffers = BufferPool(layout)
+        self._tables: PositionTables | None = None
 
     def exact(self, located: LocatedPrompt, namespace: str, room: int, clock: StageClock) -> Prepared:
         """A prefix cache over the whole prompt. Whole blocks are found and stored; the rest is left to decoding."""
         ids = located.token_ids
         whole = (len(ids) - 1) // self.prefixes.block_tokens * self.prefixes.block_tokens
-        cache = BufferCache(KVBuffer(self.layout, len(ids) + room))
+        cache = BufferCache(self.buffers.take(len(ids) + room))
         loaded = self.prefixes.load(cache, ids[:whole], namespace)
         clock.lap("load_ms")
         created = self.prefixes.fill(cache, ids[:whole], namespace)
@@ -78,7 +80,7 @@ class Pipeline:
         """Exact hits for the prefix, chunk KV for documents, repair of the rows that the strategy chooses."""
         chunks = self._fetch(located, config, clock)
         ids = located.token_ids
-        cache = BufferCache(KVBuffer(self.layout, len(ids) + room))
+        cache = BufferCache(self.buffers.take(len(ids) + room))
         prefix = tuple(i for s in located.of_kind(SegmentKind.PREFIX) for i in s.token_ids)
         loaded = self.prefixes.load(cache, prefix, config.namespace)
         clock.lap("load_ms")
@@ -129,10 +131,13 @@ class Pipeline:
         return loading.encode(self.library, record, choice)
 
     def _assemble(self, located: LocatedPrompt, chunks: list[FetchedChunk], buffer: KVBuffer) -> None:
-        tables = PositionTables.of(self.layout, len(located.token_ids))
+        length = len(located.token_ids)
+        if self._tables is None or self._tables.num_positions < length:
+            # No longer than the prompt: some models change their frequencies for positions beyond their range.
+            self._tables = PositionTables.of(self.layout, length)
         starts = [segment.start for segment, _ in located.documents]
         placed = [PlacedEntry(chunk.payload, start) for chunk, start in zip(chunks, starts, strict=True)]
-        assemble(buffer, placed, tables)
+        assemble(buffer, placed, self._tables)
 
     def _context(self, located: LocatedPrompt, buffer: KVBuffer, config: ResolvedConfig) -> RepairContext:
         ids = located.token_ids
@@ -159,6 +164,11 @@ class Pipeline:
                 exact = segment.kind is SegmentKind.PREFIX and prefix_hit
                 hits.append(HitKind.EXACT if exact else HitKind.PREFILLED)
         return hits
+
+    def recycle(self, prepared: Prepared) -> None:
+        """The request is over: its buffer may serve the next one."""
+        if prepared.start.cache is not None:
+            self.buffers.give_back(prepared.start.cache.buffer)
 
     def _tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
         return prompt_tensor(self.model, ids)

@@ -22,6 +22,7 @@ class PositionTables:
     """
 
     per_group: tuple[Tables | None, ...]
+    num_positions: int
 
     @classmethod
     def of(cls, layout: KVLayout, num_positions: int) -> PositionTables:
@@ -37,7 +38,7 @@ class PositionTables:
                 positions = torch.arange(num_positions, device=group.device)
                 found[key] = group.rotation.source.tables(positions)
             per_group.append(found[key])
-        return cls(tuple(per_group))
+        return cls(tuple(per_group), num_positions)
 
     def span(self, group: int, start: int, end: int) -> Tables | None:
         """Rows `[start, end)` of one group's tables."""

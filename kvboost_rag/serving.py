@@ -83,6 +83,7 @@ class Server:
             if cancelled.is_set():
                 raise Cancelled
             result = build_result(self._decode(located, prepared, request, (on_text, cancelled), clock))
+            self._recycle(prepared)
         self._note_deviations(result)
         return result
 
@@ -93,7 +94,13 @@ class Server:
         clock = StageClock(request.started, self.model.device.type)
         with self._pinned(located, request.config):
             prepared = self._prepare(located, request, max(1, len(continuation)), clock)
-            return self.decoder.score(prepared.start, continuation)
+            logits = self.decoder.score(prepared.start, continuation)
+            self._recycle(prepared)
+            return logits
+
+    def _recycle(self, prepared: Prepared) -> None:
+        if self.pipeline is not None:
+            self.pipeline.recycle(prepared)
 
     def locate(self, request: Request) -> LocatedPrompt:
         namespace = request.config.namespace

@@ -291,7 +291,7 @@ def test_faults_fall_back_to_plain_prefill(
     elif broken == "repair":
         monkeypatch.setattr(STRATEGIES["query"], "plan", fail)
     else:  # fails in the middle of the final pass, inside `generate`
-        monkeypatch.setattr("kvboost_rag.models.row_attention._attend_fused", fail)
+        monkeypatch.setattr("kvboost_rag.models.row_attention.attend_blocks", fail)
     for _ in range(2):
         result = engine.generate(text, params=EIGHT)
         assert result.token_ids == plain.token_ids

@@ -11,6 +11,10 @@ from kvboost_rag.datamodels import ChunkKV
 from kvboost_rag.models.rope import Rotation
 
 
+POOL_STEP = 256
+"""Capacities of pooled buffers are multiples of this."""
+
+
 @dataclass(frozen=True)
 class LayerGroup:
     """Decoder layers whose KV can be stacked: same shape, device and rotation.
@@ -97,3 +101,28 @@ class KVBuffer:
         self.values = [self._allocate(g, g.value_head_dim) for g in self.layout.groups]
         for new, old in zip((*self.keys, *self.values), (*old_keys, *old_values), strict=True):
             new[:, :, : old.shape[2]].copy_(old)
+
+
+class BufferPool:
+    """Keeps the buffer of one request for the next one on a CPU, where a fresh allocation is paid for page by page.
+
+    (A fifth of the time to first token with `none`; on an accelerator torch's allocator keeps memory itself.) At most
+    one buffer is kept, and none that is more than twice as long as what was asked for last. Not thread-safe.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self._kept: KVBuffer | None = None
+
+    def take(self, capacity: int) -> KVBuffer:
+        """An empty buffer for at least `capacity` positions; what it holds is undefined."""
+        kept, self._kept = self._kept, None
+        if kept is None or not capacity <= kept.capacity <= 2 * capacity + POOL_STEP:
+            return KVBuffer(self.layout, -(-capacity // POOL_STEP) * POOL_STEP)
+        kept.length = 0
+        return kept
+
+    def give_back(self, buffer: KVBuffer) -> None:
+        """Called when nobody uses the buffer any more."""
+        if all(group.device.type == "cpu" for group in self.layout.groups):
+            self._kept = buffer

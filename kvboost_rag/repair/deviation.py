@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvboost_rag.models.attention_call import AttentionCall
 from kvboost_rag.models.hf_cache import LayerKV
-from kvboost_rag.models.row_attention import AttentionCall
 
 KL_BLOCK_ROWS = 128
 

@@ -8,12 +8,10 @@ from typing import ClassVar, Literal
 import torch
 
 from kvboost_rag.config import ConfigError
-from kvboost_rag.models.row_attention import AttentionCall
+from kvboost_rag.models.attention_call import AttentionCall
 from kvboost_rag.models.row_forward import RowPlan, observe_rows
 from kvboost_rag.repair.base import RepairContext, RepairStrategy, choose
 from kvboost_rag.repair.deviation import DeviationProbe
-
-MASS_BLOCK_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,7 @@ class AttentionMass:
         return layer >= self.first_layer
 
     def on_attention(self, layer: int, call: AttentionCall) -> None:
-        rows = call.query.shape[2]
-        for start in range(rows - self.num_question, rows, MASS_BLOCK_ROWS):
-            weights = call.weights(start, min(start + MASS_BLOCK_ROWS, rows))
-            self.total += weights.mean((0, 1)).sum(0).cpu()
+        self.total += call.mass(call.query.shape[2] - self.num_question).cpu()
 
 
 class _ProbeThenMass(DeviationProbe):
