@@ -12,11 +12,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from platformdirs import user_cache_dir
 
 ReuseMode = Literal["blend", "exact", "off"]
+KernelSetting = Literal["auto", "on", "off"]
 DiskLoad = Literal["measured", "always"]
 RepairName = Literal["none", "selective", "cacheblend", "query", "sensitivity", "full"]
 
@@ -339,6 +340,13 @@ def _env_flag(env: Mapping[str, str], name: str) -> bool:
     if value in ("", "0", "false", "no", "off"):
         return False
     raise ConfigError(f"{name}={value!r}: expected 1 or 0")
+
+
+def kernel_setting(environ: Mapping[str, str] | None = None) -> KernelSetting:
+    """`KVBOOST_KERNELS`: `auto` (Triton kernels on a GPU), `on` (or an error in the log), `off` (plain torch)."""
+    value = (os.environ if environ is None else environ).get("KVBOOST_KERNELS", "").strip().lower() or "auto"
+    _check_choice("KVBOOST_KERNELS", value, get_args(KernelSetting))
+    return cast(KernelSetting, value)
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -25,6 +25,8 @@ MIN_SHARED = 128
 """Columns visible to all rows of a block that make splitting worth its two calls."""
 CALL_ROWS = 90
 """What a call costs for each of its columns, in rows that attend to it: packing keys and values."""
+BLOCK_PAIRS = 25_000
+"""What a block costs besides, in pairs of row and column: some twenty small operations."""
 MASKED_COST = 1.3
 """What a masked pair of row and column costs, an unmasked one being 1."""
 
@@ -86,7 +88,7 @@ def _cuts(mask: torch.Tensor, group: int) -> list[int]:
             width = max(last[end - 1], last[start]) - min(first[start], first[end - 1])
             shared = max(0, min(last[start], last[end - 1]) - max(first[start], first[end - 1]))
             pairs = shared + MASKED_COST * (width - shared)
-            options.append((best[i][0] + CALL_ROWS * width + group * (end - start) * pairs, i))
+            options.append((best[i][0] + BLOCK_PAIRS + CALL_ROWS * width + group * (end - start) * pairs, i))
         best.append(min(options))
     cuts, j = [rows], len(edges) - 1
     while j:

@@ -57,6 +57,18 @@ class AttentionCall:
         sinks = self.sinks.float().view(scores.shape[0], -1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
+    def mixed(
+        self, value: torch.Tensor, start: int = 0, end: int | None = None, visible: int | None = None
+    ) -> torch.Tensor:
+        """Attention output of rows `[start, end)`, `[1, num_heads, num_rows, value_head_dim]`.
+
+        Works for soft caps and sinks too. Columns from `visible` on are known to be masked for these rows.
+        """
+        weights = self.weights(start, end, self.key[:, :, :visible]).to(value.dtype)
+        kv_heads, group, rows, _ = weights.shape
+        output = weights.view(kv_heads, group * rows, -1) @ value[0, :, :visible]
+        return output.view(1, kv_heads * group, rows, -1)
+
     def mass(self, start: int) -> torch.Tensor:
         """Attention that the rows from `start` on give each key: mean over heads, sum over rows, float32 `[kv_len]`.
 

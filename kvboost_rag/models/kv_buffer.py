@@ -10,7 +10,6 @@ import torch
 from kvboost_rag.datamodels import ChunkKV
 from kvboost_rag.models.rope import Rotation
 
-
 POOL_STEP = 256
 """Capacities of pooled buffers are multiples of this."""
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from kvboost_rag.models.attention_blocks import Block, attend_blocks, plan_blocks
 from kvboost_rag.models.attention_call import AttentionCall, AttentionObserver
+from kvboost_rag.models.attention_kernels import KERNEL, CausalRows, causal_rows
 
 IMPLEMENTATION = "kvboost_rows"
 
@@ -28,12 +29,20 @@ class ActiveRows:
     rows: torch.Tensor
     observer: AttentionObserver | None = None
     _plans: dict[int, tuple[torch.Tensor, tuple[Block, ...]]] = field(default_factory=dict, repr=False)
+    _causal: dict[int, tuple[torch.Tensor, CausalRows | None]] = field(default_factory=dict, repr=False)
 
     def blocks(self, mask: torch.Tensor, group: int) -> tuple[Block, ...]:
         """Plan of a mask `[1, 1, num_rows, kv_len]`, made once: layers of one kind are given the same tensor."""
         known = self._plans.get(id(mask))
         if known is None:  # the mask is kept with its plan, so that its id stays its own
             known = self._plans[id(mask)] = mask, plan_blocks(mask[0, 0], group)
+        return known[1]
+
+    def causal(self, mask: torch.Tensor) -> CausalRows | None:
+        """The same mask in the kernel's terms, found out once."""
+        known = self._causal.get(id(mask))
+        if known is None:
+            known = self._causal[id(mask)] = mask, causal_rows(mask[0, 0], self.rows)
         return known[1]
 
 
@@ -86,25 +95,26 @@ def row_attention(
         raise RuntimeError("the model did not pass on the mask of the partial forward")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, attention_mask, scale, softcap, s_aux)
-    blocks = active.blocks(attention_mask, query.shape[1] // key.shape[1])
-    if softcap is None and s_aux is None:
-        output, log_sum_exp = attend_blocks(call, value, blocks)
-        call = replace(call, log_sum_exp=log_sum_exp)
-    else:
-        output = torch.cat([_attend_explicit(call, value, block) for block in blocks], dim=2).transpose(1, 2)
+    output = _by_kernel(call, value, active)
+    if output is None:
+        blocks = active.blocks(attention_mask, query.shape[1] // key.shape[1])
+        if softcap is None and s_aux is None:
+            output, log_sum_exp = attend_blocks(call, value, blocks)
+            call = replace(call, log_sum_exp=log_sum_exp)
+        else:  # SDPA has no argument for these
+            parts = [call.mixed(value, block.start, block.end, block.high) for block in blocks]
+            output = torch.cat(parts, dim=2).transpose(1, 2)
     layer = int(getattr(module, "layer_idx", -1))
     if active.observer is not None and active.observer.wants_attention(layer):
         active.observer.on_attention(layer, call)
     return output.contiguous(), None
 
 
-def _attend_explicit(call: AttentionCall, value: torch.Tensor, block: Block) -> torch.Tensor:
-    """What SDPA has no argument for: soft caps and attention sinks."""
-    visible = block.high
-    weights = call.weights(block.start, block.end, call.key[:, :, :visible]).to(value.dtype)
-    kv_heads, group, rows, _ = weights.shape
-    mixed = weights.view(kv_heads, group * rows, -1) @ value[0, :, :visible]
-    return mixed.view(1, kv_heads * group, rows, -1)
+def _by_kernel(call: AttentionCall, value: torch.Tensor, active: ActiveRows) -> torch.Tensor | None:
+    if not KERNEL.wanted(call.query.device):
+        return None
+    causal = active.causal(call.mask)
+    return None if causal is None else KERNEL.attend(call, value, causal)
 
 
 @cache

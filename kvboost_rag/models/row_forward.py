@@ -126,7 +126,9 @@ class RowPass:
             self.cache.narrow_rows(self.rows)
         return self._narrow_arguments(args, kwargs)
 
-    def _narrow_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _narrow_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a decoder layer for the kept rows only.
 
         Hidden states, the first argument, are another tensor in every layer (and narrow already behind the first such

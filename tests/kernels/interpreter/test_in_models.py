@@ -1,0 +1,74 @@
+"""The row attention kernel inside a model's partial forward, reached through transformers' attention interface."""
+
+from __future__ import annotations
+
+import architectures
+import pytest
+import torch
+from kv_helpers import kv_at, plain_forward
+
+from kvboost_rag.models import attention_kernels
+from kvboost_rag.models.attention_kernels import KernelAttention, causal_rows
+from kvboost_rag.models.kv_buffer import KVBuffer
+from kvboost_rag.models.probe import probe
+from kvboost_rag.models.row_forward import RowPlan, row_forward
+
+LENGTH = 61
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> KernelAttention:
+    monkeypatch.setenv("KVBOOST_KERNELS", "on")
+    fresh = KernelAttention()
+    monkeypatch.setattr("kvboost_rag.models.row_attention.KERNEL", fresh)
+    return fresh
+
+
+def _partial_logits(model, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    layout = probe(model).require_layout
+    buffer = KVBuffer(layout, LENGTH + 7)
+    buffer.place(kv_at(model, layout, ids, 0), 0)
+    return row_forward(model, buffer, ids, RowPlan(rows)).logits
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2-eager", "gemma3", "gpt_oss-sinks"])
+def test_gives_full_prefill(tiny_model, kernel: KernelAttention, name: str) -> None:
+    model_type, fields = architectures.REUSABLE[name]
+    model = tiny_model(model_type, **fields).model
+    ids = torch.randint(3, 380, (LENGTH,), generator=torch.Generator().manual_seed(11))
+    rows = torch.tensor([3, 4, 17, 33, 34, 52, 59, 60])
+    logits = _partial_logits(model, ids, rows)
+    assert kernel.checked
+    assert not kernel.refused
+    torch.testing.assert_close(logits, plain_forward(model, ids)[0][-1], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_a_kernel_that_is_wrong_is_not_used(tiny_model, kernel: KernelAttention, monkeypatch, caplog, fault) -> None:
+    def run(call, value, causal):
+        if fault == "raises":
+            raise RuntimeError("no binary for this device")
+        return call.mixed(value).transpose(1, 2) * 1.5
+
+    monkeypatch.setattr(attention_kernels.KernelAttention, "_run", staticmethod(run))
+    model_type, fields = architectures.REUSABLE["llama"]
+    model = tiny_model(model_type, **fields).model
+    ids = torch.randint(3, 380, (LENGTH,), generator=torch.Generator().manual_seed(11))
+    logits = _partial_logits(model, ids, torch.arange(40, LENGTH))
+    assert kernel.refused
+    assert len([r for r in caplog.records if "kernel is not used" in r.message]) == 1
+    torch.testing.assert_close(logits, plain_forward(model, ids)[0][-1], atol=2e-5, rtol=1e-4)
+
+
+def test_masks_in_the_kernels_terms() -> None:
+    rows = torch.tensor([2, 9, 30])
+    columns = torch.arange(40)[None]
+    causal = columns <= rows[:, None]
+    plain = causal_rows(causal, rows)
+    assert plain is not None
+    assert plain.window is None
+    sliding = causal_rows(causal & (columns > rows[:, None] - 7), rows)
+    assert sliding is not None
+    assert sliding.window == 7
+    chunked = causal & (columns // 8 == rows[:, None] // 8)
+    assert causal_rows(chunked, rows) is None
