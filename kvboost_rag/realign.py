@@ -12,6 +12,8 @@ from kvboost_rag.models.kv_buffer import KVBuffer, KVLayout
 from kvboost_rag.models.rope import Rotation
 
 Tables = tuple[torch.Tensor, torch.Tensor]
+CACHED_ELEMENTS = 1 << 18
+"""Key elements rotated at once on a CPU, so that their float32 intermediates stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,13 @@ def realign_entry_into(buffer: KVBuffer, entry: StoreEntry, start: int, tables: 
 def _write_keys(out: torch.Tensor, keys: torch.Tensor, rotation: Rotation | None, tables: Tables | None) -> None:
     if rotation is None or tables is None:
         out.copy_(keys)
-    else:
-        rotation.rotate_into(out, keys.to(out.device), tables)
+        return
+    keys = keys.to(out.device)
+    step = len(keys)
+    if out.device.type == "cpu" and keys[:1].numel():
+        step = max(1, CACHED_ELEMENTS // keys[:1].numel())
+    for layer in range(0, len(keys), step):
+        rotation.rotate_into(out[layer : layer + step], keys[layer : layer + step], tables)
 
 
 def position_free(kv: ChunkKV, layout: KVLayout, start: int, tables: PositionTables) -> ChunkKV:
