@@ -1,15 +1,11 @@
 """What index time costs and buys: neighbours, groups, their search, and donors.
 
-usage: python benchmarks/index_time.py quality DATA.json [--questions 12] [--model bundled:smollm2] [--dtype float32]
-       python benchmarks/index_time.py donors DATA.json [--model bundled:smollm2]
+usage: python benchmarks/index_time.py donors DATA.json [--model bundled:smollm2]
        python benchmarks/index_time.py edit DATA.json [--questions 6] [--neighbours 0] [--model bundled:smollm2]
        python benchmarks/index_time.py search [--sizes 10000 50000 100000]
 
 DATA.json: records with `question` and `docs` (HotpotQA or MuSiQue, reshaped).
 
-quality: KL(full ‖ ours) in nats, first answer token and mean over the reference's greedy answer, for chunks encoded
-         alone, behind their four most similar chunks of the file, and in groups of five (each behind those before
-         it); with each, tokens forwarded per document token (anchor included) at index time.
 donors:  how surely MinHash finds the original of an edited 256-token chunk, by threshold and permutations, with the
          time and memory it takes. The file's paragraphs are the corpus; times include hashing and are per chunk.
 edit:    one word in the middle of a stored 512-token chunk is replaced: tokens computed, TTFT with a donor and with the
@@ -32,65 +28,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from evidence import divergence, messages, parse_strategy
+from evidence import divergence, messages
 
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.chunking import FixedChunker
-from kvboost_rag.embeddings import load_embedder
 from kvboost_rag.models.load import load_model
-from kvboost_rag.neighbour_groups import group_chunks, group_neighbours
-from kvboost_rag.neighbours import NeighbourRules, Neighbours, choose_neighbours
+from kvboost_rag.neighbours import NeighbourRules, choose_neighbours
 from kvboost_rag.prompt_tokens import PromptTokens
 from kvboost_rag.similarity import DonorIndex, DonorRules
 from kvboost_rag.stores import MemoryStore
 from kvboost_rag.vector_index import VectorIndex
-
-ROWS = (("alone", "cacheblend:0.15"), ("alone", "none"), ("neighbours", "none"), ("neighbours", "query:0.05"))
-ROWS += (("groups", "none"), ("groups", "query:0.05"))
-
-
-def contexts_of(
-    texts: Sequence[str], num_tokens: Mapping[str, int], anchor: int
-) -> dict[str, tuple[Neighbours, float]]:
-    """By name: each text's neighbours, and tokens forwarded per document token."""
-    index = VectorIndex()
-    index.add(texts, load_embedder()(texts))
-    total = sum(num_tokens[text] for text in texts)
-    chosen = choose_neighbours(index, texts, num_tokens, NeighbourRules())
-    groups = group_chunks(index, texts, num_tokens)
-    behind = sum(num_tokens[neighbour] for found in chosen.values() for neighbour in found)
-    return {
-        "alone": (dict.fromkeys(texts, ()), (total + anchor * len(texts)) / total),
-        "neighbours": (chosen, (total + behind + anchor * len(texts)) / total),
-        "groups": (group_neighbours(groups), (total + anchor * len(groups)) / total),
-    }
-
-
-def quality(args: argparse.Namespace) -> None:
-    records = json.loads(Path(args.data).read_text())
-    texts = list(dict.fromkeys(text.strip() for record in records for text in record["docs"]))
-    print("| encoded | rows recomputed | KL first | KL mean | agree | tokens forwarded per document token |")
-    print("|---|---|---|---|---|---|")
-    for context in dict.fromkeys(context for context, _ in ROWS):
-        with KVBoost.from_pretrained(args.model, dtype=args.dtype, store=MemoryStore(4 << 30)) as engine:
-            num_tokens = {text: len(engine.tokens.document_ids(text)) for text in texts}
-            anchor = len(engine.library.describe("x", "").anchor_ids)
-            neighbours, cost = contexts_of(texts, num_tokens, anchor)[context]
-            results = defaultdict(list)
-            for record in records[: args.questions]:
-                docs = [text.strip() for text in record["docs"]]
-                engine.warm(docs, neighbours=[neighbours[text] for text in docs])
-                prompt = messages(record["question"], docs)
-                params = GenerationParams(max_new_tokens=args.answer_tokens)
-                answer = engine.generate(prompt, reuse="off", params=params).token_ids
-                reference = engine.logits(prompt, answer[:-1], reuse="off")
-                for label, strategy, ratio in (parse_strategy(row) for name, row in ROWS if name == context):
-                    ours = engine.logits(prompt, answer[:-1], repair=strategy, recompute_ratio=ratio, strict=True)
-                    results[label].append(divergence(reference, ours))
-                print(".", end="", file=sys.stderr, flush=True)
-        for label, rows in results.items():
-            first, mean, agree = np.mean(rows, axis=0)
-            print(f"| {context} | {label} | {first:.4f} | {mean:.4f} | {agree:.3f} | {cost:.2f} |", flush=True)
 
 
 def edited(ids: Sequence[int], following: Sequence[int], source: random.Random) -> dict[str, list[int]]:
@@ -217,16 +164,15 @@ def search(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for run in (quality, donors, edit):
+    for run in (donors, edit):
         command = commands.add_parser(run.__name__)
         command.set_defaults(run=run)
         command.add_argument("data")
         command.add_argument("--model", default="bundled:smollm2")
-    for name, num_questions in (("quality", 12), ("edit", 6)):
-        commands.choices[name].add_argument("--questions", type=int, default=num_questions)
-        commands.choices[name].add_argument("--dtype", default="float32")
-    commands.choices["quality"].add_argument("--answer-tokens", type=int, default=16)
-    commands.choices["edit"].add_argument("--neighbours", type=int, default=0)
+    command = commands.choices["edit"]
+    command.add_argument("--questions", type=int, default=6)
+    command.add_argument("--dtype", default="float32")
+    command.add_argument("--neighbours", type=int, default=0)
     command = commands.add_parser("search")
     command.set_defaults(run=search)
     command.add_argument("--sizes", type=int, nargs="+", default=[10_000, 50_000, 100_000])
