@@ -39,6 +39,8 @@ LEFT_OUT = ("FILE\n", "MODULE REFERENCE\n", "MODULE DOCS\n")
 
 MAX_FILE_BYTES = 16 * 2**20
 
+_UNREADABLE = "cannot be read"
+
 
 class CorpusError(ValueError):
     """A path that was named cannot be read as text. The message names it."""
@@ -69,23 +71,47 @@ def read_paths(paths: Iterable[str | Path]) -> Corpus:
     Raises:
         CorpusError: a path does not exist, or a file that was named itself (not found in a folder) is not text.
     """
-    texts: dict[str, SourceText] = {}
-    skipped: dict[str, str] = {}
+    found: dict[str, Path] = {}
+    named = set()
     for path in map(Path, paths):
         if not path.exists():
             raise CorpusError(f"no such file or folder: {path.absolute()}")
+        if path.is_file():
+            named.add(os.path.realpath(path))
+        found |= {source: file for source, file in find_files([path]).items() if source not in found}
+    corpus = read_files(found.values())
+    for source, fault in corpus.skipped:
+        if source in named:
+            raise CorpusError(f"{found[source].absolute()} {fault}")
+    return corpus
+
+
+def find_files(paths: Iterable[str | Path]) -> dict[str, Path]:
+    """What `read_paths` would read, by source; paths that do not exist are passed over."""
+    found: dict[str, Path] = {}
+    for path in map(Path, paths):
         for file in [path] if path.is_file() else _files_below(path):
-            source = os.path.realpath(file)
-            if source in texts or source in skipped:
-                continue
-            text, fault = _read(file)
-            if fault is None:
-                texts[source] = SourceText(source, text)
-            elif path.is_file():
-                raise CorpusError(f"{path.absolute()} {fault}")
-            else:
-                skipped[source] = fault
+            found.setdefault(os.path.realpath(file), file)
+    return found
+
+
+def read_files(files: Iterable[Path]) -> Corpus:
+    """Files one by one; what is not text, or is gone, is among those left out."""
+    texts: dict[str, SourceText] = {}
+    skipped: dict[str, str] = {}
+    for file in files:
+        source = os.path.realpath(file)
+        text, fault = _read(file)
+        if fault is None:
+            texts[source] = SourceText(source, text)
+        else:
+            skipped[source] = fault
     return Corpus(tuple(texts.values()), tuple(skipped.items()))
+
+
+def is_lasting(fault: str) -> bool:
+    """Whether a file that was left out has no text now, and not only could not be read at the moment."""
+    return not fault.startswith(_UNREADABLE)
 
 
 def pydoc_corpus(modules: Sequence[str] = PYDOC_MODULES) -> Corpus:
@@ -126,7 +152,7 @@ def _read(file: Path) -> tuple[str, str | None]:
             return "", f"is larger than {MAX_FILE_BYTES >> 20} MiB ({size:,} bytes): split it"
         raw = file.read_bytes()
     except OSError as error:
-        return "", f"cannot be read: {error.strerror}"
+        return "", f"{_UNREADABLE}: {error.strerror}"
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:

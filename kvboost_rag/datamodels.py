@@ -244,3 +244,5 @@ class WarmReport:
     """Bytes of KV written by this call."""
     seconds: float
     content_hashes: tuple[str, ...] = ()
+    encoded_chunk_tokens: int = 0
+    """Of `encoded_tokens` those of the chunks themselves: the ratio of the two is the cost of the contexts."""

@@ -40,7 +40,7 @@ from kvboost_rag.shadow import MAX_ANSWER_TOKENS, Shadow, ShadowSample, ShadowSt
 from kvboost_rag.similar_chunks import SimilarChunks
 from kvboost_rag.stores import Store, open_store
 from kvboost_rag.stores.arrays_file import ArraysFile
-from kvboost_rag.warm import WarmProgress, neighbour_choice, register_documents, warm
+from kvboost_rag.warm import WarmProgress, neighbour_choice, nothing_encoded, register_documents, warm
 from kvboost_rag.worker import Stream, Worker
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ class KVBoost:
         embeddings: Any = None,
         namespace: str | None = None,
         progress: Callable[[WarmProgress], None] | None = None,
+        encode: bool = True,
     ) -> WarmReport:
         """Compute and store the KV of documents; those already stored cost nothing.
 
@@ -167,6 +168,8 @@ class KVBoost:
             embeddings: vectors of the documents, `[num_documents, dim]`, if you have them; else they are embedded.
             namespace: tenant; default: the config's.
             progress: called after each chunk.
+            encode: False leaves it at making the documents known with their encoding contexts: they are encoded by
+                another process, or when they first stand in a prompt.
 
         Raises:
             TypeError, ValueError: a document that cannot be a chunk, or embeddings or neighbours that do not fit the
@@ -183,6 +186,8 @@ class KVBoost:
             records = self.similar.assign(records, count, embeddings, tenant)
         if self.config.resolve().donors:  # now, so that no request has to wait for it
             self.donors.update(tenant)
+        if not encode:
+            return nothing_encoded(records)
         # Chunk by chunk, so that requests are served in between.
         return warm(self.library, records, progress, run=lambda step: self._worker.submit(step).result())
 

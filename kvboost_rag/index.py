@@ -26,6 +26,7 @@ class Warm(Protocol):
         embeddings: Any = None,
         namespace: str | None = None,
         progress: Callable[[WarmProgress], None] | None = None,
+        encode: bool = True,
     ) -> WarmReport: ...
 
 
@@ -116,12 +117,14 @@ class DocumentIndex:
         neighbours: Any = "auto",
         namespace: str | None = None,
         progress: Callable[[WarmProgress], None] | None = None,
+        encode: bool = True,
     ) -> SourceReport:
         """`add` for many sources at once: their chunks can all be each other's neighbours.
 
         Args:
             sources: chunks by source id; embeddings for all of them or for none.
             neighbours, namespace, progress: as in `add`.
+            encode: as in `KVBoost.warm`.
 
         Returns:
             Counts summed over the sources.
@@ -146,7 +149,9 @@ class DocumentIndex:
             catalog.link(fingerprint, tenant, source_id, new[source_id])
         texts = [text for source in ready.values() for text in source.texts]
         embeddings = joined_embeddings(ready.values())
-        report = self._warm(texts, neighbours=neighbours, embeddings=embeddings, namespace=tenant, progress=progress)
+        report = self._warm(
+            texts, neighbours=neighbours, embeddings=embeddings, namespace=tenant, progress=progress, encode=encode
+        )
         num_new = sum(len(set(keys)) for keys in new.values())
         num_added = sum(len(set(new[source_id]) - set(old[source_id])) for source_id in ready)
         num_removed = sum(len(keys) for keys in removed.values())

@@ -45,6 +45,7 @@ class _Tally:
     failed: int = 0
     tokens: int = 0
     encoded_tokens: int = 0
+    encoded_chunk_tokens: int = 0
     num_bytes: int = 0
 
 
@@ -160,7 +161,15 @@ def warm(
         num_bytes=tally.num_bytes,
         seconds=time.perf_counter() - tally.start,
         content_hashes=tuple(r.content_hash for r in records),
+        encoded_chunk_tokens=tally.encoded_chunk_tokens,
     )
+
+
+def nothing_encoded(records: Sequence[ChunkRecord]) -> WarmReport:
+    """About chunks that were only made known."""
+    distinct = {r.content_hash: len(r.token_ids) for r in records}
+    hashes = tuple(r.content_hash for r in records)
+    return WarmReport(len(distinct), 0, 0, 0, sum(distinct.values()), 0, 0, 0.0, hashes)
 
 
 def _warm_batch(library: ChunkLibrary, batch: Sequence[ChunkRecord], tally: _Tally) -> None:
@@ -170,4 +179,5 @@ def _warm_batch(library: ChunkLibrary, batch: Sequence[ChunkRecord], tally: _Tal
         tally.encoded += fetched.kept
         tally.failed += not fetched.kept
         tally.encoded_tokens += fetched.encoded_tokens
+        tally.encoded_chunk_tokens += len(fetched.record.token_ids)
         tally.num_bytes += fetched.num_bytes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvboost_rag.cli.console import console, progress_bar, seconds_text
-from kvboost_rag.corpus import SourceText
+from kvboost_rag.corpus import Corpus, SourceText, is_lasting
 
 if TYPE_CHECKING:
     from kvboost_rag.datamodels import WarmReport
@@ -18,16 +19,13 @@ if TYPE_CHECKING:
     from kvboost_rag.warm import WarmProgress
 
 
-class Stopped(RuntimeError):
-    """The user ended a job."""
-
-
 @dataclass(frozen=True)
 class ChunkPlan:
-    """How texts become chunks."""
+    """How texts become chunks; `encode` False leaves them to other processes."""
 
     chunk_tokens: int = 256
     neighbours: int = 4
+    encode: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,47 +47,69 @@ def open_embedder() -> RememberedVectors:
 
 def index_sources(
     engine: KVBoost,
-    embedder: RememberedVectors,
+    embedder: RememberedVectors | None,
     sources: Sequence[SourceText],
     plan: ChunkPlan,
-    below: Sequence[Path] = (),
+    gone: Sequence[str] = (),
 ) -> IndexReport:
     """Chunk, embed and warm. Idempotent: what is stored stays, what changed is replaced, what is gone is dropped.
 
     Args:
-        below: folders that were read; files below them that are gone from disk are dropped.
+        embedder: needed for neighbours.
+        gone: source ids that are to be forgotten (`gone_of`); unknown ones are passed over.
     """
-    chunks = _split(engine, sources, plan)
-    dropped = _settle_sources(engine, chunks, below)
+    from kvboost_rag.source_texts import SourceTexts
+
+    chunks = split_sources(engine.tokens.count, sources, plan.chunk_tokens)
     texts = list(dict.fromkeys(text for group in chunks.values() for text in group))
-    vectors = _embed(embedder, texts) if plan.neighbours and texts else None
-    return IndexReport(_warm(engine, texts, vectors, plan.neighbours), len(sources), dropped)
+    vectors = _embed(embedder, texts) if plan.neighbours and embedder is not None and texts else None
+    row = {text: i for i, text in enumerate(texts)}
+    ready = {
+        source: SourceTexts(group, vectors[[row[text] for text in group]] if vectors is not None and group else None)
+        for source, group in chunks.items()
+    }
+    dropped = engine.index.delete_many(gone)
+    with encoding_bar() as show:
+        report = engine.index.add_many(ready, neighbours=plan.neighbours, progress=show, encode=plan.encode)
+    return IndexReport(report.warm, len(sources), dropped + report.num_forgotten)
 
 
-def _split(engine: KVBoost, sources: Sequence[SourceText], plan: ChunkPlan) -> dict[str, list[str]]:
+def split_sources(
+    count: Callable[[str], int], sources: Sequence[SourceText], chunk_tokens: int
+) -> dict[str, list[str]]:
+    """Chunk texts of each source, in order."""
     from kvboost_rag.chunking import FixedChunker
 
-    chunker = FixedChunker(engine.tokens.count, chunk_tokens=plan.chunk_tokens)
+    if not sources:  # a bar needs something to count
+        return {}
+    chunker = FixedChunker(count, chunk_tokens=chunk_tokens)
     chunks: dict[str, list[str]] = {}
     with progress_bar("{task.completed:.0f}/{task.total:.0f} files") as bar:
         for source in bar.track(sources, description="chunking"):
-            chunks[source.source] = [chunk.text for chunk in chunker.split(source.text)]
+            chunks[source.source] = [chunk.text for chunk in chunker.split(source.text) if chunk.text.strip()]
     return chunks
 
 
-def _settle_sources(engine: KVBoost, chunks: dict[str, list[str]], below: Sequence[Path]) -> int:
-    """Note which chunks each source has now, and forget those that no source has any more. Returns how many."""
-    catalog, namespace = engine.store.catalog, engine.config.namespace
-    orphans: list[str] = []
-    for source, texts in chunks.items():
-        keys = [engine.library.describe(text, namespace).content_hash for text in texts]
-        orphans += catalog.link(engine.library.fingerprint, namespace, source, keys)
-    folders = [os.path.realpath(folder) + os.sep for folder in below]
-    for _, source in catalog.sources(namespace):
-        if source not in chunks and any(map(source.startswith, folders)) and not os.path.exists(source):
-            orphans += catalog.unlink(namespace, source)
-    held = catalog.get_many(key for key in orphans if not catalog.sources_of(key))
-    return engine.evict([record.text for record in held.values()]) if held else 0
+def gone_of(known: Sequence[str], read: Sequence[str], empty: Sequence[str], below: Sequence[Path]) -> list[str]:
+    """Those of the known sources below the folders that have no text any more.
+
+    Args:
+        read: sources that have text.
+        empty: files that are there and have none.
+        below: folders that were read.
+    """
+    folders = tuple(os.path.realpath(folder) + os.sep for folder in below)
+    present, without = set(read), set(empty)
+    return [
+        source
+        for source in known
+        if source not in present and source.startswith(folders) and (source in without or not os.path.exists(source))
+    ]
+
+
+def empty_sources(corpus: Corpus) -> list[str]:
+    """Files that are there and hold no text (any more); one that cannot be read at the moment is none of them."""
+    return [source for source, fault in corpus.skipped if is_lasting(fault)]
 
 
 def _embed(embedder: RememberedVectors, texts: list[str]) -> Vectors:
@@ -100,14 +120,13 @@ def _embed(embedder: RememberedVectors, texts: list[str]) -> Vectors:
     return vectors
 
 
-def _warm(engine: KVBoost, texts: list[str], vectors: Vectors | None, neighbours: int) -> WarmReport:
-    stopped = False
+@contextmanager
+def encoding_bar() -> Iterator[Callable[[WarmProgress], None]]:
+    """A progress bar for encoding; after Ctrl-C closing the engine waits for the chunk that is being encoded."""
     with progress_bar("{task.fields[rate]}", "{task.fields[left]}") as bar:
         task = bar.add_task("encoding", total=None, rate="", left="")
 
         def show(state: WarmProgress) -> None:
-            if stopped:
-                raise Stopped
             eta = state.eta_seconds
             bar.update(
                 task,
@@ -118,8 +137,7 @@ def _warm(engine: KVBoost, texts: list[str], vectors: Vectors | None, neighbours
             )
 
         try:
-            return engine.warm(texts, neighbours=neighbours, embeddings=vectors, progress=show)
+            yield show
         except KeyboardInterrupt:
-            stopped = True
             console.print("stopping after this chunk; run the command again to go on from here")
             raise

@@ -12,6 +12,7 @@ from kvboost_rag.cli.console import bytes_text, console, progress_bar, seconds_t
 from kvboost_rag.cli.options import StoreChoice
 
 if TYPE_CHECKING:
+    from kvboost_rag.config import EncodingConfig
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.models.load import LoadedModel, LoadProgress
 
@@ -24,6 +25,14 @@ class ModelChoice:
     dtype: str | None = None
     device: str | None = None
 
+    def resolved_device(self) -> str:
+        return self.device or _device()
+
+    def resolved_dtype(self) -> str | None:
+        """None: the checkpoint's own."""
+        bundled = self.name.startswith("bundled:")
+        return self.dtype or (fast_dtype(self.resolved_device()) if bundled else None)
+
 
 def load(choice: ModelChoice) -> LoadedModel:
     """Load the model, showing each step."""
@@ -33,10 +42,8 @@ def load(choice: ModelChoice) -> LoadedModel:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    device = choice.device or _device()
+    device, dtype = choice.resolved_device(), choice.resolved_dtype()
     options: dict[str, Any] = {} if device == "cpu" else {"device_map": {"": device}}
-    bundled = choice.name.startswith("bundled:")
-    dtype = choice.dtype or (fast_dtype(device) if bundled else None)
     with progress_bar() as bar:
         task = bar.add_task(f"loading {choice.name}", total=None)
 
@@ -52,9 +59,14 @@ def load(choice: ModelChoice) -> LoadedModel:
 
 @contextmanager
 def open_engine(
-    choice: ModelChoice, store: StoreChoice, namespace: str = "", metrics_port: int | None = None
+    choice: ModelChoice,
+    store: StoreChoice,
+    namespace: str = "",
+    metrics_port: int | None = None,
+    encoding: EncodingConfig | None = None,
 ) -> Iterator[KVBoost]:
     """An engine over the store's folder; closed at the end. Metrics are served meanwhile if a port is given."""
+    from kvboost_rag.cli.known_models import remember_fingerprint
     from kvboost_rag.config import ReuseConfig
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.stores import open_store
@@ -68,7 +80,9 @@ def open_engine(
             device=str(loaded.model.device),
         )
         config = ReuseConfig(namespace=namespace)
-        with KVBoost(loaded, store=opened, config=config, metrics=metrics_port is not None) as engine:
+        metrics = metrics_port is not None
+        with KVBoost(loaded, store=opened, config=config, encoding=encoding, metrics=metrics) as engine:
+            remember_fingerprint(store.folder, choice, engine.library.fingerprint)
             _describe(engine, store)
             yield engine
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvboost_rag.cli import options
 from kvboost_rag.cli.console import bytes_text, console, seconds_text
+
+if TYPE_CHECKING:
+    from kvboost_rag.cli.indexing import ChunkPlan, IndexReport
+    from kvboost_rag.cli.options import StoreChoice
+    from kvboost_rag.cli.session import ModelChoice
+    from kvboost_rag.config import EncodingConfig
+    from kvboost_rag.corpus import Corpus
+    from kvboost_rag.engine import KVBoost
 
 
 def warm(
@@ -20,6 +29,12 @@ def warm(
     namespace: options.Namespace = "",
     chunk_tokens: options.ChunkTokens = 256,
     neighbours: options.Neighbours = 4,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Processes, each with its own model; with GPUs one on each.")
+    ] = 1,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on, and keep the store in step with the files.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks with --watch.")] = 2.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; loads no weights.")] = False,
     memory_budget: options.MemoryBudget = None,
     disk_budget: options.DiskBudget = None,
     metrics_port: options.MetricsPort = None,
@@ -32,30 +47,127 @@ def warm(
     Example: kvboost-rag warm docs README.md
     """
     from kvboost_rag.chunking import FixedChunker
-    from kvboost_rag.cli.indexing import ChunkPlan, index_sources, open_embedder
-    from kvboost_rag.cli.session import ModelChoice, open_engine
-    from kvboost_rag.corpus import CorpusError, read_paths
+    from kvboost_rag.cli.dry_run import dry_run as preview
+    from kvboost_rag.cli.indexing import ChunkPlan
+    from kvboost_rag.cli.session import ModelChoice
+    from kvboost_rag.cli.watch import FolderWatch
+    from kvboost_rag.config import EncodingConfig
+    from kvboost_rag.corpus import read_paths
 
     FixedChunker(len, chunk_tokens)  # refuses a size that does not exist, before a model is loaded
     chosen = options.StoreChoice.of(store, memory_budget, disk_budget)
+    folders = FolderWatch(paths)  # before reading, so that no change is missed in between
     corpus = read_paths(paths)
+    _check(corpus, paths, watch)
+    plan, encoding = ChunkPlan(chunk_tokens, neighbours), EncodingConfig(neighbours=neighbours)
+    job = WarmJob(ModelChoice(model, dtype, device), chosen, namespace, plan, encoding, metrics_port)
+    if dry_run:
+        preview(job.model, chosen, namespace, corpus, plan, _folders(paths))
+        return
+    if jobs > 1:
+        _in_processes(job, corpus, paths, jobs)
+        if not watch:
+            return
+    _here(job, corpus, paths, folders if watch else None, interval)
+
+
+@dataclass(frozen=True)
+class WarmJob:
+    """What the options ask for."""
+
+    model: ModelChoice
+    store: StoreChoice
+    namespace: str
+    plan: ChunkPlan
+    encoding: EncodingConfig
+    metrics_port: int | None
+
+
+def _check(corpus: Corpus, paths: list[Path], watch: bool) -> None:
+    from kvboost_rag.corpus import CorpusError
+
     for path, fault in corpus.skipped:
         console.print(f"skipped    {path} {fault}", highlight=False)
-    if not corpus.texts:
+    if not corpus.texts and not watch:
         raise CorpusError(f"no text files in {', '.join(str(path) for path in paths)}")
-    with open_engine(ModelChoice(model, dtype, device), chosen, namespace, metrics_port) as engine:
-        if not engine.probe.reusable:
-            raise CorpusError(f"{model} cannot be warmed: {engine.probe.reason}")
-        folders = [path for path in paths if path.is_dir()]
-        plan = ChunkPlan(chunk_tokens, neighbours)
-        report = index_sources(engine, open_embedder(), corpus.texts, plan, folders)
+
+
+def _here(job: WarmJob, corpus: Corpus, paths: list[Path], folders: object, interval: float) -> None:
+    from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources, open_embedder
+    from kvboost_rag.cli.session import open_engine
+    from kvboost_rag.cli.watch import Changes, FolderWatch, watch
+    from kvboost_rag.corpus import read_files
+
+    with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
+        _refuse_unusable(engine)
+        embedder = open_embedder() if job.plan.neighbours else None
+        gone = gone_of(engine.index.sources(), [t.source for t in corpus.texts], empty_sources(corpus), _folders(paths))
+        _print(index_sources(engine, embedder, corpus.texts, job.plan, gone))
+
+        def apply(changes: Changes) -> None:
+            changed = read_files(changes.changed.values())
+            for path, fault in changed.skipped:
+                console.print(f"skipped    {path} {fault}", highlight=False)
+            lost = [*changes.gone, *empty_sources(changed)]
+            _print(index_sources(engine, embedder, changed.texts, job.plan, lost))
+
+        if isinstance(folders, FolderWatch):
+            watch(folders, apply, interval)
+
+
+def _in_processes(job: WarmJob, corpus: Corpus, paths: list[Path], num_jobs: int) -> None:
+    """Contexts are chosen here, with a model of which only tokenizer and fingerprint are needed; then it is let go."""
+    from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources, open_embedder
+    from kvboost_rag.cli.jobs import encode_in_processes, jobs_bar, worker_specs
+    from kvboost_rag.cli.session import open_engine
+
+    with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
+        _refuse_unusable(engine)
+        embedder = open_embedder() if job.plan.neighbours else None
+        gone = gone_of(engine.index.sources(), [t.source for t in corpus.texts], empty_sources(corpus), _folders(paths))
+        report = index_sources(engine, embedder, corpus.texts, replace(job.plan, encode=False), gone)
+        keys = list(dict.fromkeys(report.warm.content_hashes))
+        units = [(key,) for key in keys if key not in engine.store]
+    del engine
+    specs = worker_specs(job.model, job.store, job.namespace, job.encoding, num_jobs)
+    with jobs_bar() as show:
+        state = encode_in_processes(specs, units, show)
+    done = replace(
+        report.warm,
+        num_encoded=state.num_encoded,
+        num_already_stored=len(keys) - len(units) + state.num_already_stored,
+        num_failed=state.num_failed,
+        encoded_tokens=state.encoded_tokens,
+        encoded_chunk_tokens=state.encoded_chunk_tokens,
+        num_bytes=state.num_bytes,
+        seconds=state.seconds,
+    )
+    _print(replace(report, warm=done))
+
+
+def _folders(paths: list[Path]) -> list[Path]:
+    return [path for path in paths if path.is_dir()]
+
+
+def _refuse_unusable(engine: KVBoost) -> None:
+    from kvboost_rag.corpus import CorpusError
+
+    if not engine.probe.reusable:
+        raise CorpusError(f"{engine.name} cannot be warmed: {engine.probe.reason}")
+
+
+def _print(report: IndexReport) -> None:
+    from kvboost_rag.corpus import CorpusError
+
     done = report.warm
-    rate = done.encoded_tokens / done.seconds if done.encoded_tokens else 0
+    rate = done.encoded_tokens / done.seconds if done.encoded_tokens and done.seconds else 0
+    cost = done.encoded_tokens / done.encoded_chunk_tokens if done.encoded_chunk_tokens else 0
     console.print(
         f"{report.num_sources} files, {done.num_chunks} chunks, {done.chunk_tokens:,} tokens: "
         f"{done.num_encoded} encoded, {done.num_already_stored} stored already, {report.num_dropped} dropped; "
         f"{bytes_text(done.num_bytes)} written in {seconds_text(done.seconds)}"
-        + (f" ({rate:,.0f} tokens/s, encoding contexts included)" if rate else ""),
+        + (f" ({rate:,.0f} tokens/s, encoding contexts included)" if rate else "")
+        + (f"; {cost:.1f} tokens forwarded per document token" if cost else ""),
         highlight=False,
     )
     if done.num_failed:

@@ -15,7 +15,7 @@ from kvboost_rag.models.bundled import LoadProgress, Progress, bundled_folder
 from kvboost_rag.models.errors import ModelLoadError, reason
 from kvboost_rag.models.gguf import load_gguf_model, load_gguf_tokenizer
 
-__all__ = ["LoadProgress", "LoadedModel", "ModelLoadError", "end_of_turn_id", "load_model"]
+__all__ = ["LoadProgress", "LoadedModel", "ModelLoadError", "end_of_turn_id", "load_model", "load_tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,16 @@ def load_model(
     model.requires_grad_(False)
     report(LoadProgress(f"loaded {name}", 2, 1))
     return LoadedModel(model.eval(), loaded_tokenizer, name, eos_token_ids)
+
+
+def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer that `load_model` would load, without the weights.
+
+    Raises:
+        ModelLoadError: as `load_model`.
+    """
+    name = os.fspath(spec)
+    return _load_tokenizer(name, _resolve(name, lambda _: None), None, {})
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
