@@ -12,6 +12,7 @@ from kvboost_rag.config import GenerationParams
 ALIASES = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
+    "n": "num_return_sequences",
     "stop_sequences": "stop",
     "stop_strings": "stop",
     "eos_token_id": "stop_token_ids",
@@ -74,6 +75,16 @@ def merge_params(base: GenerationParams, given: Mapping[str, Any]) -> Generation
     if "do_sample" not in changes and "temperature" in changes:
         changes["do_sample"] = changes["temperature"] > 0
     return replace(base, **changes, extra=extra or None)
+
+
+def check_params(given: Mapping[str, Any]) -> None:
+    """Look at the values of `GenerationParams` among keywords; what transformers would have to be asked about waits.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+    own = {f.name for f in fields(GenerationParams)} - {"extra"}
+    merge_params(GenerationParams(), {k: v for k, v in _flat(given).items() if ALIASES.get(k, k) in own})
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, Any]:

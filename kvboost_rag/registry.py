@@ -30,6 +30,9 @@ class EngineSpec:
         store: a folder, None (memory) or a `Store` object (compared by identity).
         load: keyword arguments for loading (`dtype`, `device_map`, `tokenizer`, …).
         engine: keyword arguments for `KVBoost` (`anchor`, `block_tokens`, …).
+
+    Raises:
+        ValueError, TypeError: no model, or a store that is none; everything else is found out when it is loaded.
     """
 
     model: Any
@@ -37,6 +40,13 @@ class EngineSpec:
     load: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     _ticket: str = field(default_factory=lambda: uuid.uuid4().hex, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.model is None or self.model == "":
+            raise ValueError("no model: expected a hub id, a folder, a .gguf file, bundled:… or a transformers model")
+        is_place = self.store is None or isinstance(self.store, str) or hasattr(self.store, "__fspath__")
+        if not is_place and not hasattr(self.store, "catalog"):
+            raise TypeError(f'store={self.store!r}: expected a Store, a folder, or "memory"')
 
     @property
     def key(self) -> Any:

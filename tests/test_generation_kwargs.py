@@ -28,6 +28,7 @@ BASE = GenerationParams(max_new_tokens=5, stop=("x",))
         ({"stop": "a"}, {"stop": ("a",)}),
         ({"eos_token_id": [3, 4]}, {"stop_token_ids": (3, 4)}),
         ({"stopping_ids": 3}, {"stop_token_ids": (3,)}),
+        ({"n": 2}, {"extra": {"num_return_sequences": 2}}),  # which the decoder refuses
         ({"no_repeat_ngram_size": 3}, {"extra": {"no_repeat_ngram_size": 3}}),
         (
             {"num_beams": 1, "return_full_text": False, "pad_token_id": 0, "use_cache": True},

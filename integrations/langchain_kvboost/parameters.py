@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from kvboost_rag import __version__
 from kvboost_rag.config import GenerationParams, ReuseConfig
-from kvboost_rag.generation_kwargs import merge_params
+from kvboost_rag.generation_kwargs import check_params, merge_params
 from kvboost_rag.loading_kwargs import loading_options
 from kvboost_rag.registry import EngineSpec, adopt
 from langchain_kvboost.fields import KVBoostFields, pipeline_arguments
@@ -40,6 +40,7 @@ class KVBoostParameters(KVBoostFields):
     def _set_kvboost(self) -> Self:
         """Check the settings, note what to load, and say in traces which version ran."""
         self._reuse_config()
+        check_params(self._own_decoding)
         self._spec = self._make_spec()
         self.model = name_of(self.model)
         add_version: Callable[[str, str], None] = getattr(self, "_add_version")  # noqa: B009 - of LangChain's base
@@ -145,10 +146,15 @@ class KVBoostParameters(KVBoostFields):
             name: value for name, value in settings.items() if value is not None and value is not False and value != ""
         }
 
+    @property
+    def _own_decoding(self) -> dict[str, Any]:
+        """Generation keywords of the object; fields beat `pipeline_kwargs`."""
+        own = {name: getattr(self, name) for name in _DECODING}
+        return {**(self.pipeline_kwargs or {}), **_set(own)}
+
     def _generation_params(self, stop: Sequence[str] | None, call: Mapping[str, Any]) -> GenerationParams:
         """Decoding parameters of one call: those of the call beat those of the object."""
-        own = {name: getattr(self, name) for name in _DECODING}
-        base = merge_params(GenerationParams(), {**(self.pipeline_kwargs or {}), **_set(own)})
+        base = merge_params(GenerationParams(), self._own_decoding)
         given = {**(call.get("pipeline_kwargs") or {}), **call}
         given.pop("pipeline_kwargs", None)
         return merge_params(base, given | ({"stop": list(stop)} if stop else {}))

@@ -11,21 +11,22 @@ import pytest
 import torch
 from corpus_texts import document
 from langchain.agents import create_agent
-from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains import RetrievalQA, create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.retrievers.multi_query import MultiQueryRetriever
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
-from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from kvboost_rag import KVBoost
-from langchain_kvboost import ChatKVBoost, KVBoostLLM, KVBoostVectorStore, KVBoostWarmer
+from langchain_kvboost import ChatKVBoost, KVBoostLLM, KVBoostRetriever, KVBoostVectorStore, KVBoostWarmer
 
 DOCUMENTS = [Document(document(n, 4), id=str(n), metadata={"source": f"s{n}"}) for n in range(8)]
 QUESTION = "How many entries does the index hold?"
@@ -191,6 +192,45 @@ def test_without_reuse_a_chain_says_what_plain_transformers_says(engine: KVBoost
             do_sample=False,
         )
     assert engine.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True) == answer
+
+
+def test_a_conversation_with_a_retriever_that_reads_the_history(tiny_engine: KVBoost, retriever: Any) -> None:
+    model = _chat(tiny_engine)
+    KVBoostWarmer(tiny_engine).transform_documents(DOCUMENTS)
+    history = MessagesPlaceholder("chat_history")
+    rephrase = ChatPromptTemplate.from_messages([("system", "Rephrase."), history, ("human", "{input}")])
+    answer = ChatPromptTemplate.from_messages([("system", "Answer from:\n\n{context}"), history, ("human", "{input}")])
+    chain = create_retrieval_chain(
+        create_history_aware_retriever(model, retriever, rephrase), create_stuff_documents_chain(model, answer)
+    )
+    past: list[BaseMessage] = []
+    for turn in (1, 2):
+        seen = Seen()
+        said = chain.invoke({"input": QUESTION, "chat_history": past}, {"callbacks": [seen]})["answer"]
+        assert len(seen.answers) == turn  # the first question is not rephrased
+        assert seen.kvboost["hits"] == {"approximate": 4}
+        past += [HumanMessage(QUESTION), AIMessage(said)]
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("stuff", 1), ("map_reduce", 4 + 1), ("refine", 4)])
+def test_summaries_and_question_chains_that_ask_several_times(
+    tiny_engine: KVBoost, retriever: Any, kind: str, calls: int
+) -> None:
+    KVBoostWarmer(tiny_engine).transform_documents(DOCUMENTS)
+    seen = Seen()
+    chain = RetrievalQA.from_chain_type(_chat(tiny_engine), chain_type=kind, retriever=retriever)
+    assert chain.invoke({"query": QUESTION}, {"callbacks": [seen]})["result"]
+    assert len(seen.answers) == calls
+    hits = [answer.message.response_metadata["kvboost"]["hits"].get("approximate", 0) for answer in seen.answers]
+    assert sum(hits) == 4
+
+
+def test_a_retriever_that_asks_the_model_for_queries(tiny_engine: KVBoost, retriever: Any) -> None:
+    many = MultiQueryRetriever.from_llm(retriever=retriever, llm=_chat(tiny_engine), include_original=True)
+    found = KVBoostRetriever(retriever=many, llm=tiny_engine).invoke(QUESTION)
+    assert len(found) >= 4
+    known = tiny_engine.library.known_texts("")
+    assert all(known.key_of(d.page_content) for d in found)
 
 
 def test_a_string_model_in_a_chain(tiny_engine: KVBoost, retriever: Any) -> None:

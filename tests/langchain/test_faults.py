@@ -360,6 +360,31 @@ def test_traces_hold_no_tensors_and_no_documents(chat: Any) -> None:
     assert not any(torch.is_tensor(v) for v in answer.response_metadata.values())
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model", None, "no model"),
+        ("store", 3, "expected a Store, a folder"),
+        ("temperature", -1.0, "temperature=-1"),
+        ("max_tokens", 0, "max_new_tokens=0"),
+        ("stop", [""], "non-empty strings"),
+        ("pipeline_kwargs", {"top_p": 4}, "top_p=4"),
+        ("reuse", "maybe", "blend, exact, off"),
+        ("recompute_ratio", 2.0, "from 0 to 1"),
+        ("neighbours", -1, "greater than or equal to 0"),
+    ],
+)
+def test_bad_arguments_are_refused_when_the_object_is_made(model: Any, field: str, value: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        model(**{field: value})
+
+
+@pytest.mark.parametrize("call", [{"n": 2}, {"num_return_sequences": 2}, {"num_beams": 2}])
+def test_several_answers_a_call_are_refused(model: Any, call: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="one answer a call"):
+        model().invoke(TEXT, **call)
+
+
 def test_another_model_in_a_call_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="another"):
         model().invoke(TEXT, model="some-other-model")

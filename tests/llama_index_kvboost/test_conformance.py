@@ -11,7 +11,10 @@ import pytest
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.llms import ChatMessage
+from llama_index.core.query_engine import RouterQueryEngine
 from llama_index.core.schema import TextNode
+from llama_index.core.selectors import LLMSingleSelector
+from llama_index.core.tools import QueryEngineTool
 from llama_index.llms.kvboost import KVBoostLLM, KVPrefetchPostprocessor, KVWarm
 from llama_index_kvboost.helpers import WordEmbedding, own_settings
 
@@ -147,3 +150,17 @@ def test_chat_engine_reuses_documents_turn_by_turn(model: KVBoostLLM, index: Vec
     assert second
     assert model.engine.stats().store_hits >= hits + 3
     assert len(chat.chat_history) == 4
+
+
+def test_a_router_lets_the_model_choose(model: KVBoostLLM, index: VectorStoreIndex) -> None:
+    """The model's own words are parsed; a selector's answer needs some room."""
+    tools = [
+        QueryEngineTool.from_defaults(index.as_query_engine(llm=model), name=name, description=description)
+        for name, description in (("trains", "Trains and their times"), ("buildings", "Lighthouses and buildings"))
+    ]
+    selector = LLMSingleSelector.from_defaults(model.model_copy(update={"max_new_tokens": 80}))
+    hits = model.engine.stats().store_hits
+    response = RouterQueryEngine(selector, tools, llm=model).query("Who built the lighthouse of Kelm?")
+    assert response.metadata["selector_result"].ind in (0, 1)
+    assert str(response)
+    assert model.engine.stats().store_hits > hits

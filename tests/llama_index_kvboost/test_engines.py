@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from llama_index.core import VectorStoreIndex
+from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.bridge.pydantic import Field
+from llama_index.core.node_parser import SentenceWindowNodeParser
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import CitationQueryEngine, RouterQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 from llama_index.llms.kvboost import KVBoostLLM, KVWarm
@@ -159,6 +162,49 @@ def test_sub_question_engine(llm: KVBoostLLM, monkeypatch: pytest.MonkeyPatch, u
     assert len(response.source_nodes) >= 2
     assert recorder.hits == recorder.documents == 2 * 3
     assert len(recorder.results) == 3
+
+
+def test_sentence_windows_are_reused_sentence_by_sentence(llm: KVBoostLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window that stands in the prompt was never indexed, its sentences were."""
+    parser = SentenceWindowNodeParser.from_defaults(window_size=1)
+    source = [Document(text=" ".join(TEXTS[:2]), id_="a")]
+    index = VectorStoreIndex.from_documents(source, transformations=[parser, KVWarm(llm=llm)])
+    windows = [MetadataReplacementPostProcessor(target_metadata_key="window")]
+
+    def ask(**settings: Any) -> str:
+        model = llm.model_copy(update=settings)
+        return str(index.as_query_engine(llm=model, similarity_top_k=2, node_postprocessors=windows).query(QUESTION))
+
+    plain, exact = ask(reuse="off"), ask(repair="full")
+    recorder = Recorder(llm, monkeypatch)
+    assert ask()
+    assert exact == plain
+    assert recorder.hits == recorder.documents > 0
+
+
+class Shorten(BaseNodePostprocessor):
+    """A compressor: leaves the first two thirds of each text."""
+
+    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: Any = None) -> list[NodeWithScore]:
+        texts = [n.node.get_content()[: 2 * len(n.node.get_content()) // 3] for n in nodes]
+        return [NodeWithScore(node=TextNode(text=text), score=1.0) for text in texts]
+
+
+def test_compressed_documents_are_prefilled_and_said_once(llm: KVBoostLLM, caplog: pytest.LogCaptureFixture) -> None:
+    index = build_index(llm)
+    with caplog.at_level(logging.INFO, "kvboost_rag"):
+        answers = {str(query_engine(index, llm, node_postprocessors=[Shorten()]).query(QUESTION)) for _ in range(3)}
+    off = llm.model_copy(update={"reuse": "off"})
+    assert answers == {str(query_engine(index, off, node_postprocessors=[Shorten()]).query(QUESTION))}
+    assert [r.levelname for r in caplog.records if "said once" in r.message] == ["WARNING"]
+
+
+@pytest.mark.parametrize("mode", ["condense_question", "simple"])
+def test_chat_engines_that_ask_query_engines_or_nobody(llm: KVBoostLLM, mode: Any) -> None:
+    engine: Any = build_index(llm).as_chat_engine(chat_mode=mode, llm=llm)
+    engine.chat("Hello")
+    assert "".join(engine.stream_chat(QUESTION).response_gen)
+    assert len(engine.chat_history) == 4
 
 
 def test_rewritten_documents_are_prefilled_and_said_once(llm: KVBoostLLM, caplog: pytest.LogCaptureFixture) -> None:

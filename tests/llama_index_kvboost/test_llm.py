@@ -13,6 +13,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.llms import ChatMessage
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms import kvboost
 from llama_index.llms.kvboost import KVBoostLLM
 from llama_index_kvboost.helpers import TEXTS, USER, MakeLLM
@@ -88,6 +89,10 @@ def test_unknown_arguments_are_refused(make_llm: MakeLLM) -> None:
         make_llm(max_new_token=3)
     with pytest.raises(ValueError, match="recompute_ratio"):
         make_llm(recompute_ratio=2.0)
+    with pytest.raises(ValueError, match="temperature=-1"):
+        make_llm(generate_kwargs={"temperature": -1})
+    with pytest.raises(TypeError, match="expected a Store, a folder"):
+        KVBoostLLM(model_name="/nowhere", store=3)
     with pytest.raises(ValueError, match="model_name="):
         KVBoostLLM()
 
@@ -138,6 +143,15 @@ def test_raw_is_plain_and_tells_what_reuse_did(make_llm: MakeLLM) -> None:
     assert warm["kvboost"]["cached_tokens"] > 0
     usage = warm["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_one_document_need_not_be_in_a_list(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    prompt = "\n\n".join(["Answer from this:", TEXTS[0], TEXTS[1], "Question: which?"])
+    for one in (TEXTS[0], NodeWithScore(node=TextNode(text=TEXTS[1]))):
+        llm.complete(prompt, documents=one)
+    assert llm.complete(prompt).raw["kvboost"]["hits"] == {"approximate": 2}
+    assert len(llm.engine.store.catalog) == 2
 
 
 def test_reuse_can_be_chosen_by_model_and_by_call(make_llm: MakeLLM) -> None:

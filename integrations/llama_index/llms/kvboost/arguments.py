@@ -15,6 +15,7 @@ from llama_index.llms.kvboost.loading import engine_spec
 from llama_index.llms.kvboost.tools import ToolCalling
 
 from kvboost_rag.config import ReuseConfig
+from kvboost_rag.generation_kwargs import check_params
 from kvboost_rag.registry import EngineSpec
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class KVBoostArguments(ToolCalling, CustomLLM):
             raise TypeError(f"KVBoostLLM has no argument {', '.join(unknown)}")
         super().__init__(**{name: value for name, value in fields.items() if value is not None})
         ReuseConfig().override(**self._reuse_settings())
+        check_params(self.generate_kwargs)
         self._spec = engine_spec(self, model, tokenizer, engine)
         self.model_name = self.model_name or getattr(engine, "name", None) or self._spec.name
         if fields.get("messages_to_prompt") is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
@@ -26,7 +26,9 @@ def node_text(node: Any, mode: MetadataMode = MetadataMode.LLM) -> str:
     return node.get_content(metadata_mode=mode).strip()
 
 
-def node_texts(nodes: Iterable[Any], modes: Sequence[MetadataMode] = (MetadataMode.LLM,)) -> list[str]:
-    """Texts of nodes in each of several modes, empty ones left out, each once."""
+def node_texts(nodes: Any, modes: Sequence[MetadataMode] = (MetadataMode.LLM,)) -> list[str]:
+    """Texts of nodes (or of a single one) in each of several modes, empty ones left out, each once."""
+    if isinstance(nodes, (str, BaseNode, NodeWithScore)):
+        nodes = [nodes]
     texts = (node_text(node, mode) for node in nodes for mode in modes)
     return list(dict.fromkeys(text for text in texts if text))
