@@ -16,8 +16,11 @@ OUT="benchmarks/results/ttft_vllm.jsonl"
 if [ ! -e "$VENV/.complete" ]; then
     echo "bench-vllm: making $VENV"
     "${PYTHON:-python3}" -m venv "$VENV"
+    INDEX="https://download.pytorch.org/whl/cpu"
     if [ -n "${KVBOOST_TORCH:-}" ]; then TORCH="$KVBOOST_TORCH"
-    else TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu"
+    elif "${PYTHON:-python3}" -c "import urllib.request as u; u.urlopen('$INDEX/', timeout=5)" 2>/dev/null; then
+        TORCH="torch==2.13.0 --extra-index-url $INDEX"
+    else TORCH="torch==2.13.0"  # where that index is out of reach, pip would try it again for every package
     fi
     # shellcheck disable=SC2086
     $PIP install -q $TORCH

@@ -1,0 +1,144 @@
+"""Where the time of `query` goes on this machine, pass by pass, and what it cannot fall below.
+
+usage: python benchmarks/where_time_goes.py [--documents 16] [--model bundled:smollm2] [--dtype bfloat16]
+
+One prompt of 256-token documents is assembled; full prefill, the suffix pass that measures attention, and the final
+pass over the chosen rows are run under torch's profiler, each after a run that is not counted. Shown are milliseconds
+of matrix products, of attention, and of everything else, beside the pass's share of full prefill: its rows in full
+prefill's time a row (products), its pairs of row and visible position in full prefill's time a pair (attention). Full
+prefill is where both run best on this machine, so the share is a floor for the pass. Products of the attention mass
+count as attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from kvbench.machine import this_machine
+from kvbench.tables import plain_table
+from kvbench.texts import pydoc_documents
+from kvbench.workloads import reordered
+from torch.profiler import ProfilerActivity, profile
+
+from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.models.hf_cache import BufferCache, cache_argument
+from kvboost_rag.models.kv_buffer import KVBuffer
+from kvboost_rag.models.load import load_model
+from kvboost_rag.models.row_forward import RowPlan, observe_rows, row_forward
+from kvboost_rag.repair import QueryRepair, RepairContext, RepairStrategy
+from kvboost_rag.repair.query import AttentionMass
+from kvboost_rag.stores import MemoryStore
+
+PRODUCTS = ("aten::mm", "aten::addmm")
+ATTENTION = ("aten::_scaled_dot_product", "aten::bmm", "aten::exp_", "aten::_softmax")
+
+
+@dataclass
+class Pass:
+    """One profiled forward: rows, pairs of row and visible position, and self times in ms."""
+
+    name: str
+    rows: int
+    pairs: int
+    products_ms: float = 0.0
+    attention_ms: float = 0.0
+    other_ms: float = 0.0
+
+    @property
+    def total_ms(self) -> float:
+        return self.products_ms + self.attention_ms + self.other_ms
+
+    def floor_ms(self, full: Pass) -> tuple[float, float]:
+        """Products and attention at full prefill's rates."""
+        return full.products_ms / full.rows * self.rows, full.attention_ms / full.pairs * self.pairs
+
+
+@dataclass(frozen=True)
+class Watched(RepairStrategy):
+    """`query`, with its passes run once more under the profiler on the assembled prompt."""
+
+    name: ClassVar[str] = "query, profiled"
+    passes: list[Pass] = field(default_factory=list)
+
+    def plan(self, context: RepairContext) -> RowPlan:
+        plan, model, ids = QueryRepair().plan(context), context.model, context.token_ids
+        layers = context.buffer.layout.num_layers
+
+        def full_prefill() -> None:
+            cache = BufferCache(KVBuffer(context.buffer.layout, len(ids)))
+            arguments: dict[str, Any] = {cache_argument(model): cache}
+            with torch.no_grad():
+                model(ids[None], logits_to_keep=1, use_cache=True, **arguments)
+
+        def suffix_pass() -> None:
+            mass = AttentionMass(layers // 3, len(context.question_rows), len(ids))
+            observe_rows(model, context.buffer, ids, RowPlan(context.fresh_rows, observer=mass))
+
+        everything = torch.arange(len(ids))
+        self._profile("full prefill", everything, full_prefill)
+        self._profile("suffix pass, with attention mass", context.fresh_rows, suffix_pass)
+        self._profile("final pass", plan.rows, lambda: row_forward(model, context.buffer, ids, plan))
+        return plan
+
+    def _profile(self, name: str, rows: torch.Tensor, run: Callable[[], Any]) -> None:
+        run()
+        done = Pass(name, len(rows), int((rows + 1).sum()))
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            run()
+        for event in seen.key_averages():
+            ms = event.self_cpu_time_total / 1e3
+            if event.key in PRODUCTS:
+                done.products_ms += ms
+            elif event.key.startswith(ATTENTION):
+                done.attention_ms += ms
+            else:
+                done.other_ms += ms
+        self.passes.append(done)
+
+
+@contextmanager
+def warmed_engine(args: argparse.Namespace) -> Iterator[tuple[KVBoost, str]]:
+    """An engine with the documents warm, and a prompt over them."""
+    loaded = load_model(args.model, dtype=args.dtype)
+    with KVBoost(loaded, store=MemoryStore(8 << 30), profile=None) as engine:
+        documents = pydoc_documents(engine.tokens, args.documents)
+        engine.warm(documents, neighbours=None)
+        yield engine, reordered(documents, args.documents, 1)[0].text(engine.tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=16)
+    parser.add_argument("--model", default="bundled:smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    print(f"{args.model} {args.dtype}; {this_machine().line()}\n")
+    watched = Watched()
+    with warmed_engine(args) as (engine, prompt):
+        engine.generate(prompt, repair=watched, recompute_ratio=0.05, params=GenerationParams(max_new_tokens=1))
+    full = watched.passes[0]
+    table = []
+    for done in watched.passes:
+        products, attention = done.floor_ms(full)
+        table.append(
+            [
+                done.name,
+                str(done.rows),
+                f"{done.pairs / 1e6:.2f} M",
+                f"{done.products_ms:.0f} ({products:.0f})",
+                f"{done.attention_ms:.0f} ({attention:.0f})",
+                f"{done.other_ms:.0f}",
+                f"{done.total_ms:.0f}",
+            ]
+        )
+    head = ["ms (in brackets: its share of full prefill)", "rows", "pairs", "products", "attention", "other", "total"]
+    print(plain_table(head, table))
+
+
+if __name__ == "__main__":
+    main()
