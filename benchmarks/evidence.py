@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.calibrate import prompt_of
 from kvboost_rag.embeddings import load_embedder
 from kvboost_rag.repair import STRATEGIES, QueryRepair, RepairStrategy
 from kvboost_rag.stores import MemoryStore
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> dict[str, list[tuple[float, float, float]]]
             for index, record in enumerate(records[: args.questions]):
                 docs = record["docs"]
                 engine.warm(docs, neighbours=[near[d][-count:] for d in docs] if count else None)
-                prompt = messages(record["question"], docs)
+                prompt = prompt_of(engine.tokenizer, messages(record["question"], docs))
                 answer = engine.generate(
                     prompt, reuse="off", params=GenerationParams(max_new_tokens=args.answer_tokens)
                 ).token_ids

@@ -23,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.calibrate import prompt_of
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.quantization import SETTINGS
 from kvboost_rag.stores import MemoryStore
@@ -35,7 +36,7 @@ def measure(engine: KVBoost, records: Sequence[dict[str, Any]], answer_tokens: i
     rows: list[list[tuple[float, float, float]]] = [[] for _ in REPAIRS]
     for record in track(records, label):
         engine.warm(record["docs"], neighbours=None)
-        prompt = messages(record["question"], record["docs"])
+        prompt = prompt_of(engine.tokenizer, messages(record["question"], record["docs"]))
         params = GenerationParams(max_new_tokens=answer_tokens)
         answer = engine.generate(prompt, reuse="off", params=params).token_ids
         reference = engine.logits(prompt, answer[:-1], reuse="off")

@@ -160,6 +160,25 @@ def test_fastest_within_the_tolerance_is_chosen():
     assert _choose(close, 0.05).setting == c
 
 
+def test_a_base_model_without_chat_template_completes_a_text(tiny_model):
+    import copy
+    from dataclasses import replace
+
+    from kvboost_rag.calibrate import CalibrationPlan, calibrate, prompt_of
+
+    loaded = tiny_model()
+    bare = copy.deepcopy(loaded.tokenizer)
+    bare.chat_template = None
+    asked = questions(2)
+    prompt = prompt_of(bare, asked[0].messages())
+    assert isinstance(prompt, str)
+    assert all(document in prompt for document in asked[0].documents)
+    assert prompt_of(loaded.tokenizer, asked[0].messages()) == asked[0].messages()
+    plan = CalibrationPlan(asked, "test", [Setting("none", 0.0), Setting("full", 1.0)], codecs=(), answer_tokens=3)
+    found = calibrate(replace(loaded, tokenizer=bare), plan)
+    assert [m.num_prompts for m in found.measured] == [2, 2]
+
+
 def test_calibrating_a_tiny_model(tiny_model):
     from kvboost_rag.calibrate import CalibrationPlan, calibrate
 

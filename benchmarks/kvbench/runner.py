@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.arms import Arm
 from kvbench.cases import Case, edited, rechunked
 from kvboost_rag import KVBoost
-from kvboost_rag.calibrate import Answered, Comparison, compare, nearest_texts, reference_answer
+from kvboost_rag.calibrate import Answered, Comparison, compare, nearest_texts, prompt_of, reference_answer
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.embeddings import load_embedder
 from kvboost_rag.models.load import load_model
@@ -66,7 +66,9 @@ class Runner(ExitStack):
 
     def _head(self, case: Case) -> str:
         """The prompt's text in front of the first document."""
-        text = self._engine(0, "none", "auto").tokens.render(case.messages())
+        engine = self._engine(0, "none", "auto")
+        prompt = prompt_of(engine.tokenizer, case.messages())
+        text = prompt if isinstance(prompt, str) else engine.tokens.render(prompt)
         return text[: min((text.find(d) for d in case.documents if d in text), default=0)].rstrip()
 
     def _engine(self, neighbours: int, quantization: str, anchor: str, sensitivity: bool = False) -> KVBoost:

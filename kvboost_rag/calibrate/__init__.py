@@ -2,7 +2,7 @@
 
 from kvboost_rag.calibrate.grid import QUICK_GRID, default_grid
 from kvboost_rag.calibrate.measure import Answered, Comparison, EvalPrompt, compare, reference_answer
-from kvboost_rag.calibrate.questions import EvalQuestion, builtin_questions, read_questions
+from kvboost_rag.calibrate.questions import EvalQuestion, builtin_questions, prompt_of, read_questions
 from kvboost_rag.calibrate.run import CalibrationPlan, CalibrationProgress, calibrate, nearest_texts
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "compare",
     "default_grid",
     "nearest_texts",
+    "prompt_of",
     "read_questions",
     "reference_answer",
 ]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvboost_rag.calibrate.questions import prompt_of
 from kvboost_rag.calibrate.scores import answers, f1
 from kvboost_rag.config import GenerationParams
 from kvboost_rag.divergence import kl_per_token
@@ -67,8 +68,9 @@ class Comparison:
 def reference_answer(engine: KVBoost, question: EvalPrompt, answer_tokens: int = 16) -> Answered:
     """Answer greedily by full prefill, and keep the logits."""
     params = GenerationParams(max_new_tokens=answer_tokens)
-    result = engine.generate(question.messages(), documents=question.documents, reuse="off", params=params)
-    logits = engine.logits(question.messages(), result.token_ids[:-1], documents=question.documents, reuse="off")
+    prompt = prompt_of(engine.tokenizer, question.messages())
+    result = engine.generate(prompt, documents=question.documents, reuse="off", params=params)
+    logits = engine.logits(prompt, result.token_ids[:-1], documents=question.documents, reuse="off")
     return Answered(
         token_ids=result.token_ids,
         text=result.text,
@@ -96,13 +98,14 @@ def compare(
         "strict": True,
     }
     params = GenerationParams(max_new_tokens=len(reference.token_ids))
-    result = engine.generate(question.messages(), params=params, **options)
+    prompt = prompt_of(engine.tokenizer, question.messages())
+    result = engine.generate(prompt, params=params, **options)
     usage = result.usage
     if not usage.cached_tokens and strategy.name != "full":
         raise RuntimeError(f"{strategy.name}: no token was reused; were the documents warmed?")
     if usage.input_tokens != reference.input_tokens:
         raise RuntimeError(f"{usage.input_tokens} prompt tokens, the reference had {reference.input_tokens}")
-    ours = engine.logits(question.messages(), reference.token_ids[:-1], **options)
+    ours = engine.logits(prompt, reference.token_ids[:-1], **options)
     kl = kl_per_token(reference.logits, ours)
     return Comparison(
         kl_first=float(kl[0]),

@@ -8,10 +8,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.chunking import FixedChunker
 from kvboost_rag.corpus import pydoc_corpus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SYSTEM = "You answer questions using the passages."
 TASK = "Answer the question using only the passages below."
@@ -33,6 +36,15 @@ class EvalQuestion:
         """The prompt: nothing is put around a document, so that its text is found."""
         body = "\n\n".join([TASK, *self.documents, f"Question: {self.question}\n{instruction}"])
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": body}]
+
+
+def prompt_of(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
+) -> str | Sequence[Mapping[str, str]]:
+    """What a model is given: the messages, or for a base model, which has no chat template, their text to complete."""
+    if getattr(tokenizer, "chat_template", None):
+        return messages
+    return "\n\n".join(message["content"] for message in messages) + "\nAnswer:"
 
 
 def read_questions(path: str | Path) -> list[EvalQuestion]:
