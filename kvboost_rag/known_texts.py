@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvboost_rag.text_search import WIDTHS, Bucket, Search, width_of
@@ -79,6 +79,13 @@ class KnownTexts:
                 if not bucket.texts:
                     del self._buckets[width][text[:width]]
             return bool(texts)
+
+    def keep_only(self, keys: Iterable[str]) -> None:
+        """Forget every text whose key is not among `keys`; texts without a key stay."""
+        with self._lock:
+            gone = self._texts_by_key.keys() - {None, *keys}
+            for key in gone:
+                self.remove(key)
 
     def key_of(self, text: str) -> str | None:
         """The key of a text, or None if it is not known (or has no key)."""

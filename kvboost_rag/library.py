@@ -133,10 +133,10 @@ class ChunkLibrary:
         catalog = self.store.catalog
         with self._lock:
             version = catalog.version()
-            known = self._known.get(namespace)
-            if known is None or known.version.removals != version.removals:
-                known = self._known[namespace] = _Known()
+            known = self._known.setdefault(namespace, _Known())
             if known.version != version:
+                if known.version.removals != version.removals:
+                    known.texts.keep_only(catalog.hashes(namespace))
                 for _, key, text in catalog.texts(self.fingerprint, namespace, after=known.version.last_seq):
                     known.texts.add(text, key)
                 known.version = version
@@ -303,4 +303,14 @@ class ChunkLibrary:
 
     def forget(self, content_hashes: Sequence[str]) -> int:
         """Drop chunks and all that was computed from them (`maintenance.forget`); returns how many were known."""
-        return maintenance.forget(self.store, content_hashes).num_chunks
+        catalog, before = self.store.catalog, self.store.catalog.version().removals
+        num_chunks = maintenance.forget(self.store, content_hashes).num_chunks
+        after = catalog.version().removals
+        with self._lock:
+            for known in self._known.values():
+                # Up to date but for this call: then there is no need to compare with the whole catalog.
+                if known.version.removals == before and after - before == num_chunks:
+                    for key in content_hashes:
+                        known.texts.remove(key)
+                    known.version = CatalogVersion(known.version.last_seq, after)
+        return num_chunks

@@ -168,7 +168,7 @@ class SimilarChunks:
             space.index.add(list(held), np.stack(list(held.values())).astype(np.float32))
         if space.removals != version.removals:
             live = set(catalog.hashes(namespace))
-            gone = [key for key, _ in space.arrays.items() if key not in live]
+            gone = [key for key in space.arrays.keys() if key not in live]  # noqa: SIM118 - a table, not a dict
             space.arrays.delete(gone)
             space.index.remove(gone)
         space.last_seq, space.removals = version.last_seq, version.removals

@@ -303,6 +303,32 @@ def test_a_crash_in_the_middle_is_made_good_by_calling_again(
     assert len(again.store) == 3
 
 
+def test_texts_are_taken_out_of_the_search_one_by_one(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """By this process and by another one; the twin is a search that was built anew."""
+    engine = make_engine(tmp_path, neighbours=0)
+    engine.index.add("fruit", FRUIT)
+    engine.index.add("sea", SEA)
+    search, prompt = engine.library.known_texts(""), "\n\n".join(TEXTS)
+
+    def found() -> list[str]:
+        current = engine.library.known_texts("")
+        assert current is search, "nothing is built anew"
+        anew = make_engine(tmp_path, neighbours=0).library.known_texts("")
+        matches = current.find(prompt)
+        assert matches == anew.find(prompt)
+        return [prompt[m.start : m.end] for m in matches]
+
+    assert found() == TEXTS
+    engine.index.update("fruit", FRUIT[:1])
+    assert found() == [FRUIT[0], *SEA]
+    other = make_engine(tmp_path, neighbours=0)
+    other.index.delete("sea")
+    other.index.add("late", SEA[:1])
+    assert found() == [FRUIT[0], SEA[0]]
+    engine.evict([SEA[0], FRUIT[0]])
+    assert found() == []
+
+
 def test_bad_input_changes_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.index.add("doc", FRUIT)

@@ -242,10 +242,13 @@ def _work(channel: connection.Connection, spec: WorkerSpec) -> None:
                 channel.send({})
                 while (unit := channel.recv()) is not None:
                     channel.send(_encode(engine, unit))
-        except (ValueError, OSError, RuntimeError) as error:
-            if isinstance(error, BrokenPipeError):
-                raise
-            channel.send(" ".join(str(error).split()) or type(error).__name__)
+        except (EOFError, BrokenPipeError):
+            raise
+        except Exception as error:  # whatever it is, the one who started the job is to read it
+            text = " ".join(str(error).split())
+            channel.send(
+                text if isinstance(error, (ValueError, OSError)) and text else f"{type(error).__name__}: {text}"
+            )
 
 
 def _encode(engine: Any, unit: Unit) -> dict[str, int]:

@@ -191,10 +191,10 @@ class Catalog(SourceLinks):
 
     def hashes(self, namespace: str | None = None, created_before: float | None = None) -> list[str]:
         """Content hashes of all chunks, or of one tenant's, or of those remembered before a time (epoch seconds)."""
+        tenant = "AND namespace = ? " if namespace is not None else ""
         found = self.database.read(
-            "SELECT content_hash FROM chunks WHERE NOT removed AND namespace = coalesce(?, namespace) "
-            "AND created < coalesce(?, 9e99) ORDER BY seq",
-            (namespace, created_before),
+            f"SELECT content_hash FROM chunks WHERE NOT removed {tenant}AND created < ? ORDER BY seq",
+            (*([namespace] if namespace is not None else []), 9e99 if created_before is None else created_before),
         )
         return [row[0] for row in found]
 

@@ -33,6 +33,8 @@ CREATE TABLE IF NOT EXISTS chunks (
 
 CREATE INDEX IF NOT EXISTS chunks_by_tenant ON chunks (namespace, fingerprint, seq);
 
+CREATE INDEX IF NOT EXISTS live_chunks ON chunks (namespace, seq, content_hash, created) WHERE NOT removed;
+
 CREATE INDEX IF NOT EXISTS removed_chunks ON chunks (content_hash) WHERE removed;
 
 CREATE TABLE IF NOT EXISTS anchors (

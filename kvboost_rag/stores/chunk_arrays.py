@@ -93,6 +93,12 @@ class ChunkArrays:
                 return
             after = rows[-1][0]
 
+    def keys(self) -> list[str]:
+        """All keys that have an array, in order."""
+        return [
+            row[0] for row in self.database.read(f"SELECT key FROM arrays WHERE {_SCOPE} ORDER BY key", self._scope)
+        ]
+
     def delete(self, keys: Iterable[str]) -> None:
         """Forget the arrays of `keys`; keys without one are passed over."""
         with self.database.transaction() as db:
