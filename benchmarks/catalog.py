@@ -52,7 +52,10 @@ def insert(store: DiskStore, size: int, args: argparse.Namespace) -> tuple[list[
     seconds = 0.0
     for start in range(0, size, BATCH):
         numbers = range(start, min(size, start + BATCH))
-        records = [record_of(i, args.text_bytes, tuple(keys[-args.neighbours :])) for i in numbers]
+        records: list[ChunkRecord] = []
+        for number in numbers:
+            before = [*keys[-args.neighbours :], *(r.content_hash for r in records[-args.neighbours :])]
+            records.append(record_of(number, args.text_bytes, tuple(before[-args.neighbours :])))
         began = args.clock()
         store.catalog.add_many(records)
         for number, record in zip(numbers, records, strict=True):

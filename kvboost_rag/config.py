@@ -199,6 +199,9 @@ class EncodingConfig:
         block_tokens: block length of the exact path; only whole blocks are found again in a longer prompt.
         neighbours: how many similar chunks of the corpus `warm` encodes a chunk behind; default 4
             (`KVBOOST_NEIGHBOURS`). 0: none, and nothing is embedded.
+        groups: `warm` encodes new chunks in groups of up to `neighbours` + 1 similar ones, in one forward, each behind
+            those before it: about one token forwarded per document token instead of `neighbours` + 1, and a part of the
+            gain only. Not for models with experts.
         embedder: what compares chunks: a name for sentence-transformers, an embedding object of LangChain or
             LlamaIndex, or a function (`embeddings.load_embedder`); None: all-MiniLM-L6-v2.
         sensitivity: also store how much each token of a chunk depends on what stands before it, for the strategy
@@ -212,6 +215,7 @@ class EncodingConfig:
     batch_size: int = 1
     block_tokens: int = 128
     neighbours: int = field(default_factory=lambda: _env_default("KVBOOST_NEIGHBOURS", 4))
+    groups: bool = False
     embedder: Any = field(default=None, repr=False, hash=False)
     sensitivity: bool = False
     donor_rules: Any = None
@@ -227,8 +231,9 @@ class EncodingConfig:
                 raise ConfigError(f"{name}={value!r}: expected a whole number, 1 or more")
         if isinstance(self.neighbours, bool) or not isinstance(self.neighbours, int) or self.neighbours < 0:
             raise ConfigError(f"neighbours={self.neighbours!r}: expected a whole number of chunks, 0 or more")
-        if not isinstance(self.sensitivity, bool):
-            raise ConfigError(f"sensitivity={self.sensitivity!r}: expected True or False")
+        for name in ("groups", "sensitivity"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False")
 
 
 @dataclass(frozen=True)

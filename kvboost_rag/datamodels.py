@@ -70,7 +70,9 @@ class ChunkRecord:
 
     `anchor_ids`, then the token ids of each chunk named in `neighbours` (content hashes, nearest last), each followed
     by `separator_ids`, are the chunk's encoding context (`chunk_keys.encoding_context`). Together with `token_ids`
-    and the model they determine its KV.
+    and the model they determine its KV. `forward_tokens` is the length of the forward of a chunk that was encoded with
+    others behind it: matrix kernels round differently at other lengths, so the last bits depend on it. 0: the context
+    and the chunk are all.
     """
 
     content_hash: str
@@ -81,6 +83,7 @@ class ChunkRecord:
     anchor_ids: tuple[int, ...] = ()
     neighbours: tuple[str, ...] = ()
     separator_ids: tuple[int, ...] = ()
+    forward_tokens: int = 0
 
 
 @dataclass(frozen=True)

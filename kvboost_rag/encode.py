@@ -18,14 +18,26 @@ from kvboost_rag.realign import PositionTables, position_free
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """A chunk's tokens and the tokens in front of it while it is encoded (dropped afterwards)."""
+    """A chunk's tokens and the tokens in front of it while it is encoded (dropped afterwards).
+
+    Attributes:
+        forward_tokens: least length of the forward; it is filled up behind the chunk, where causal attention cannot
+            see it, so that the chunk gets the bits that it had in front of others (`Encoder.encode_nested`).
+    """
 
     token_ids: tuple[int, ...]
     context_ids: tuple[int, ...]
+    forward_tokens: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position behind the chunk's last token."""
+        return len(self.context_ids) + len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.context_ids) + len(self.token_ids)
+        """Tokens that are forwarded."""
+        return max(self.end, self.forward_tokens)
 
 
 class Encoder:
@@ -78,17 +90,47 @@ class Encoder:
         if any(not job.token_ids for job in jobs):
             raise ValueError("a chunk without tokens cannot be encoded")
         longest = max(job.num_tokens for job in jobs)
-        rows = [[*job.context_ids, *job.token_ids] + [job.token_ids[-1]] * (longest - job.num_tokens) for job in jobs]
-        kwargs: dict[str, Any] = {self._cache_name: hf_cache.full_length_cache()}
-        output = self._module(input_ids=torch.tensor(rows, device=self.device), use_cache=True, **kwargs)
-        layers = hf_cache.layers_of(hf_cache.output_cache(output))
+        rows = [[*job.context_ids, *job.token_ids] + [job.token_ids[-1]] * (longest - job.end) for job in jobs]
+        layers = self._forward(rows)
         tables = PositionTables.of(self.layout, longest)
         return [self._cut(layers, i, job, tables) for i, job in enumerate(jobs)]
 
+    @torch.no_grad()
+    def encode_nested(self, jobs: Sequence[EncodingJob]) -> list[ChunkKV]:
+        """Jobs of which each is a beginning of the longest one, in one forward of as many tokens as that has.
+
+        Bit for bit what `encode` gives for each, as its `forward_tokens` is the length of this forward. Only where
+        every row of a layer's result is computed apart from the others: not with experts, which are given the rows
+        that chose them.
+
+        Raises:
+            ValueError: the jobs are not beginnings of one another, or have other lengths of their forwards.
+        """
+        longest = max(jobs, key=lambda job: job.end)
+        ids = (*longest.context_ids, *longest.token_ids)
+        for job in jobs:
+            if (*job.context_ids, *job.token_ids) != ids[: job.end] or job.num_tokens != longest.num_tokens:
+                raise ValueError("chunks of one forward must each stand in the context of the next")
+        filled = [*ids] + [ids[-1]] * (longest.num_tokens - longest.end)
+        layers, tables = self._forward([filled]), PositionTables.of(self.layout, len(filled))
+        return [self._cut(layers, 0, job, tables) for job in jobs]
+
+    def _forward(self, rows: list[list[int]]) -> list[hf_cache.LayerKV]:
+        kwargs: dict[str, Any] = {self._cache_name: hf_cache.full_length_cache()}
+        output = self._module(input_ids=torch.tensor(rows, device=self.device), use_cache=True, **kwargs)
+        return hf_cache.layers_of(hf_cache.output_cache(output))
+
     def _cut(self, layers: list[hf_cache.LayerKV], item: int, job: EncodingJob, tables: PositionTables) -> ChunkKV:
         start = len(job.context_ids)
-        keys, values = hf_cache.split_batch(layers, item, start, job.num_tokens)
+        keys, values = hf_cache.split_batch(layers, item, start, job.end)
         return position_free(self.layout.stack(keys, values), self.layout, start, tables)
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether layers hand tokens to experts, whose results are rounded by how many tokens each was given."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
 
 
 def context_sensitivity(kv: ChunkKV, alone: ChunkKV) -> torch.Tensor:

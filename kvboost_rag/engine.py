@@ -22,7 +22,7 @@ from kvboost_rag.datamodels import GenerationResult, HitKind, StreamEvent, WarmR
 from kvboost_rag.decode import Decoder
 from kvboost_rag.divergence import kl_per_token
 from kvboost_rag.donors import Donors
-from kvboost_rag.encode import Encoder
+from kvboost_rag.encode import Encoder, has_experts
 from kvboost_rag.idle import IdleJobs
 from kvboost_rag.index import DocumentIndex
 from kvboost_rag.library import ChunkIdentity, ChunkLibrary
@@ -98,6 +98,10 @@ class KVBoost:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.config = config or ReuseConfig()
         self.encoding = encoding or EncodingConfig()
+        if self.encoding.groups and has_experts(self.model):
+            raise ConfigError(
+                f"groups=True: {self.name} has experts, so a chunk would not come back with the same bits"
+            )
         self.tokens = PromptTokens(self.tokenizer)
         self.probe: ProbeReport = probe(self.model)
         self.store: Store = open_store(store, device=str(self.model.device))
@@ -183,7 +187,7 @@ class KVBoost:
         count, given = neighbour_choice(neighbours, self.encoding.neighbours)
         records = register_documents(self.library, texts, given, tenant)
         if count:
-            records = self.similar.assign(records, count, embeddings, tenant)
+            records = self.similar.assign(records, count, embeddings, tenant, self.encoding.groups)
         if self.config.resolve().donors:  # now, so that no request has to wait for it
             self.donors.update(tenant)
         if not encode:

@@ -204,7 +204,7 @@ class ChunkLibrary:
 
     def check(self, record: ChunkRecord) -> tuple[EncodingJob, EntryCheck]:
         """What encodes the chunk, and what an entry must be to stand for it."""
-        job = EncodingJob(record.token_ids, self.store.catalog.context_ids(record))
+        job = EncodingJob(record.token_ids, self.store.catalog.context_ids(record), record.forward_tokens)
         check = EntryCheck(record.namespace, record.fingerprint, record.token_ids, context_hash(job.context_ids))
         return job, check
 
@@ -257,8 +257,24 @@ class ChunkLibrary:
         if self.encoder is None or len(records) < 2:
             return [self.encode(record) for record in records]
         checks = [self.check(record) for record in records]
+        if all(record.forward_tokens for record in records):
+            return self._encode_nested(records, checks)
         encoded = self.encoder.encode_batch([job for job, _ in checks])
         return [self.keep(record, kv, *check) for record, kv, check in zip(records, encoded, checks, strict=True)]
+
+    def _encode_nested(
+        self, records: Sequence[ChunkRecord], checks: Sequence[tuple[EncodingJob, EntryCheck]]
+    ) -> list[FetchedChunk]:
+        """Chunks of one group; what was forwarded is counted with the first."""
+        encoder = self.encoder
+        assert encoder is not None
+        encoded = encoder.encode_nested([job for job, _ in checks])
+        fetched = []
+        for i, (record, kv, (job, check)) in enumerate(zip(records, encoded, checks, strict=True)):
+            chunk = self._put(record, self._pack(record, kv, check, encoder.signature), job)
+            shared = 0 if i == 0 else job.num_tokens
+            fetched.append(replace(chunk, encoded_tokens=chunk.encoded_tokens - shared))
+        return fetched
 
     def keep(self, record: ChunkRecord, kv: ChunkKV, job: EncodingJob, check: EntryCheck) -> FetchedChunk:
         """Put KV into the store that was computed in another way than by `encode`, whose last bits may be others."""

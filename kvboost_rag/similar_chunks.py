@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.embeddings import DEFAULT_MODEL, Embed, load_embedder, unit_vectors
 from kvboost_rag.library import ChunkLibrary
 from kvboost_rag.models.errors import ModelLoadError
+from kvboost_rag.neighbour_groups import group_chunks, group_neighbours
 from kvboost_rag.neighbours import NeighbourRules, Neighbours, RewarmPlan, choose_neighbours, plan_rewarm
 from kvboost_rag.stores.arrays_file import ArraysFile
 from kvboost_rag.stores.chunk_arrays import ChunkArrays
@@ -65,7 +67,12 @@ class SimilarChunks:
         self._lock = threading.RLock()
 
     def assign(
-        self, records: Sequence[ChunkRecord], count: int, embeddings: Any = None, namespace: str = ""
+        self,
+        records: Sequence[ChunkRecord],
+        count: int,
+        embeddings: Any = None,
+        namespace: str = "",
+        groups: bool = False,
     ) -> list[ChunkRecord]:
         """Give those of `records` that have no encoding context yet one of up to `count` similar chunks.
 
@@ -73,6 +80,8 @@ class SimilarChunks:
             records: known chunks of one tenant.
             embeddings: their vectors `[num_records, dim]`, if the caller has them; such vectors are compared only with
                 vectors that callers gave, never with the embedder's.
+            groups: among themselves only: chains of up to `count` + 1, each behind those before it, to be encoded in
+                one forward.
 
         Returns:
             The records as the catalog has them now. Without an embedding model they come back as they are: that is
@@ -92,8 +101,12 @@ class SimilarChunks:
                     logger.warning("chunks are encoded without neighbours: %s", error)
                 return list(records)
             open_ones = self._unassigned(records, namespace)
-            chosen = choose_neighbours(space.index, list(open_ones), self._num_tokens(), NeighbourRules(count))
-            self._write(chosen, open_ones, namespace)
+            if groups:
+                chains = self._chains(space, list(open_ones), count)
+                self._write(group_neighbours(chains), open_ones, namespace, self._lengths(chains, open_ones))
+            else:
+                chosen = choose_neighbours(space.index, list(open_ones), self._num_tokens(), NeighbourRules(count))
+                self._write(chosen, open_ones, namespace)
         catalog = self.library.store.catalog
         found = catalog.get_many(r.content_hash for r in records)
         return [found.get(r.content_hash, r) for r in records]
@@ -183,13 +196,36 @@ class SimilarChunks:
             if not r.neighbours and r.content_hash not in settled and r.content_hash not in store
         }
 
-    def _write(self, chosen: Neighbours, records: dict[str, ChunkRecord], namespace: str) -> None:
+    def _chains(self, space: _Space, keys: list[str], count: int) -> list[tuple[str, ...]]:
+        """Groups that fit into the model's context with their separators."""
+        room, limit = NeighbourRules().max_tokens, self.library.max_chunk_tokens
+        if limit is not None:
+            room = min(room, limit - count * len(self.library.identity.separator_ids))
+        return group_chunks(space.index, keys, self._num_tokens(), count + 1, room)
+
+    def _lengths(self, chains: list[tuple[str, ...]], records: dict[str, ChunkRecord]) -> dict[str, int]:
+        """Tokens of each group's forward, for every chunk in it; none for a chunk by itself."""
+        identity = self.library.identity
+        lengths: dict[str, int] = {}
+        for chain in (chain for chain in chains if len(chain) > 1):
+            total = len(identity.anchor_ids) + (len(chain) - 1) * len(identity.separator_ids)
+            lengths |= dict.fromkeys(chain, total + sum(len(records[key].token_ids) for key in chain))
+        return lengths
+
+    def _write(
+        self,
+        chosen: Neighbours,
+        records: dict[str, ChunkRecord],
+        namespace: str,
+        lengths: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Contexts into the catalog, as far as they fit into the model's context; then note that they are settled."""
         catalog = self.library.store.catalog
         for key, record in records.items():
             group = catalog.get_many(chosen[key])
             wanted = self.library.with_neighbours(record, [group[k] for k in chosen[key] if k in group])
-            if wanted.neighbours != record.neighbours:
+            wanted = replace(wanted, forward_tokens=lengths.get(key, 0))
+            if wanted != record:
                 catalog.replace(wanted)
         self._arrays(_ASSIGNED, namespace, np.int8).put({key: np.zeros(0, np.int8) for key in records})
 

@@ -103,7 +103,7 @@ def register_documents(
     for record, group in {r.content_hash: (r, g) for r, g in zip(described, behind, strict=True)}.values():
         wanted = library.with_neighbours(record, group)
         if wanted.neighbours != known[record.content_hash].neighbours:
-            catalog.replace(wanted)
+            catalog.replace(wanted)  # with a forward of its own length
     found = catalog.get_many(r.content_hash for r in described)
     return [found[r.content_hash] for r in described]
 
@@ -140,15 +140,14 @@ def warm(
     """
     distinct = list({r.content_hash: r for r in records}.values())
     num_tokens = sum(len(r.token_ids) for r in distinct)
-    tally, size = _Tally(), library.identity.batch_size
-    for start in range(0, len(distinct), size):
+    tally, done = _Tally(), 0
+    for batch in forwards(distinct, library.identity.batch_size):
         if stop():
             break
-        batch = distinct[start : start + size]
         run(partial(_warm_batch, library, batch, tally))
         tally.tokens += sum(len(r.token_ids) for r in batch)
         if progress is not None:
-            done, seconds = start + len(batch), time.perf_counter() - tally.start
+            done, seconds = done + len(batch), time.perf_counter() - tally.start
             progress(WarmProgress(done, len(distinct), tally.tokens, num_tokens, tally.encoded_tokens, seconds))
     library.store.flush()
     return WarmReport(
@@ -170,6 +169,28 @@ def nothing_encoded(records: Sequence[ChunkRecord]) -> WarmReport:
     distinct = {r.content_hash: len(r.token_ids) for r in records}
     hashes = tuple(r.content_hash for r in records)
     return WarmReport(len(distinct), 0, 0, 0, sum(distinct.values()), 0, 0, 0.0, hashes)
+
+
+def forwards(records: Sequence[ChunkRecord], batch_size: int = 1) -> list[list[ChunkRecord]]:
+    """Distinct records by the forward that encodes them: groups of chunks behind each other, else `batch_size` each.
+
+    Of a group some may be missing (stored already): any beginnings of the same chain go together.
+    """
+    home: dict[tuple[int, tuple[str, ...]], list[ChunkRecord]] = {}
+    groups: list[list[ChunkRecord]] = []
+    single = [r for r in records if not r.forward_tokens]
+    # The longest first: it names all that stand before it.
+    for record in sorted((r for r in records if r.forward_tokens), key=lambda r: -len(r.neighbours)):
+        chain = (*record.neighbours, record.content_hash)
+        if (record.forward_tokens, chain) not in home:
+            groups.append([])
+            for end in range(1, len(chain) + 1):
+                home.setdefault((record.forward_tokens, chain[:end]), groups[-1])
+        home[record.forward_tokens, chain].insert(0, record)
+    place = {r.content_hash: i for i, r in enumerate(records)}
+    batches = [single[start : start + batch_size] for start in range(0, len(single), batch_size)]
+    filled = [group for group in groups if group]
+    return sorted([*filled, *batches], key=lambda batch: min(place[r.content_hash] for r in batch))
 
 
 def _warm_batch(library: ChunkLibrary, batch: Sequence[ChunkRecord], tally: _Tally) -> None:

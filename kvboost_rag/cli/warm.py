@@ -29,6 +29,9 @@ def warm(
     namespace: options.Namespace = "",
     chunk_tokens: options.ChunkTokens = 256,
     neighbours: options.Neighbours = 4,
+    groups: Annotated[
+        bool, typer.Option("--groups", help="Encode new chunks in groups of similar ones: five times as fast, cruder.")
+    ] = False,
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Processes, each with its own model; with GPUs one on each.")
     ] = 1,
@@ -59,7 +62,7 @@ def warm(
     folders = FolderWatch(paths)  # before reading, so that no change is missed in between
     corpus = read_paths(paths)
     _check(corpus, paths, watch)
-    plan, encoding = ChunkPlan(chunk_tokens, neighbours), EncodingConfig(neighbours=neighbours)
+    plan, encoding = ChunkPlan(chunk_tokens, neighbours), EncodingConfig(neighbours=neighbours, groups=groups)
     job = WarmJob(ModelChoice(model, dtype, device), chosen, namespace, plan, encoding, metrics_port)
     if dry_run:
         preview(job.model, chosen, namespace, corpus, plan, _folders(paths))
@@ -120,6 +123,7 @@ def _in_processes(job: WarmJob, corpus: Corpus, paths: list[Path], num_jobs: int
     from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources, open_embedder
     from kvboost_rag.cli.jobs import encode_in_processes, jobs_bar, worker_specs
     from kvboost_rag.cli.session import open_engine
+    from kvboost_rag.warm import forwards
 
     with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
         _refuse_unusable(engine)
@@ -127,7 +131,8 @@ def _in_processes(job: WarmJob, corpus: Corpus, paths: list[Path], num_jobs: int
         gone = gone_of(engine.index.sources(), [t.source for t in corpus.texts], empty_sources(corpus), _folders(paths))
         report = index_sources(engine, embedder, corpus.texts, replace(job.plan, encode=False), gone)
         keys = list(dict.fromkeys(report.warm.content_hashes))
-        units = [(key,) for key in keys if key not in engine.store]
+        known = engine.store.catalog.get_many(key for key in keys if key not in engine.store)
+        units = [tuple(record.content_hash for record in group) for group in forwards(list(known.values()))]
     del engine
     specs = worker_specs(job.model, job.store, job.namespace, job.encoding, num_jobs)
     with jobs_bar() as show:
@@ -135,7 +140,7 @@ def _in_processes(job: WarmJob, corpus: Corpus, paths: list[Path], num_jobs: int
     done = replace(
         report.warm,
         num_encoded=state.num_encoded,
-        num_already_stored=len(keys) - len(units) + state.num_already_stored,
+        num_already_stored=len(keys) - len(known) + state.num_already_stored,
         num_failed=state.num_failed,
         encoded_tokens=state.encoded_tokens,
         encoded_chunk_tokens=state.encoded_chunk_tokens,

@@ -50,6 +50,10 @@ CREATE TABLE IF NOT EXISTS contexts (
 
 CREATE INDEX IF NOT EXISTS contexts_by_neighbour ON contexts (neighbour);
 
+CREATE TABLE IF NOT EXISTS forwards (
+    chunk TEXT PRIMARY KEY,
+    num_tokens INTEGER NOT NULL) WITHOUT ROWID;
+
 CREATE TABLE IF NOT EXISTS sources (
     namespace TEXT NOT NULL,
     source_id TEXT NOT NULL,
@@ -121,7 +125,7 @@ def _anchor_hash(record: ChunkRecord) -> str:
 
 
 def set_context(db: sqlite3.Connection, record: ChunkRecord, removed_allowed: bool = False) -> None:
-    """Store the record's neighbours.
+    """Store the record's neighbours, and the length of its forward.
 
     Raises:
         ValueError: a neighbour is not a known chunk of the same model and namespace, or is the chunk itself.
@@ -135,11 +139,14 @@ def set_context(db: sqlite3.Connection, record: ChunkRecord, removed_allowed: bo
         if row[:2] != (record.fingerprint, record.namespace):
             raise ValueError(f"neighbour {neighbour[:16]} of {record.content_hash[:16]} has another model or namespace")
         db.execute("INSERT INTO contexts VALUES (?, ?, ?)", (record.content_hash, place, neighbour))
+    if record.forward_tokens:
+        db.execute("INSERT INTO forwards VALUES (?, ?)", (record.content_hash, record.forward_tokens))
 
 
 def drop_context(db: sqlite3.Connection, chunk: str) -> None:
     """Forget which chunks `chunk` was encoded behind."""
     db.execute("DELETE FROM contexts WHERE chunk = ?", (chunk,))
+    db.execute("DELETE FROM forwards WHERE chunk = ?", (chunk,))
 
 
 def remove(db: sqlite3.Connection, chunks: Iterable[str]) -> None:
@@ -174,15 +181,15 @@ def select(database: Database, chunks: Sequence[str]) -> Iterator[ChunkRecord]:
     ):
         neighbours.setdefault(chunk, []).append(neighbour)
     found = database.read(
-        "SELECT content_hash, fingerprint, namespace, text, c.token_ids, anchor, a.token_ids, a.separator_ids "
-        "FROM chunks c "
+        "SELECT content_hash, fingerprint, namespace, text, c.token_ids, anchor, a.token_ids, a.separator_ids, "
+        "coalesce(f.num_tokens, 0) FROM chunks c LEFT JOIN forwards f ON f.chunk = content_hash "
         f"JOIN anchors a ON a.hash = anchor WHERE content_hash IN ({marks}) AND NOT removed",
         chunks,
     )
-    for chunk, fingerprint, namespace, text, token_blob, anchor, anchor_blob, separator_blob in found:
+    for chunk, fingerprint, namespace, text, token_blob, anchor, anchor_blob, separator_blob, forward in found:
         ids, behind = unpack(token_blob), tuple(neighbours.get(chunk, ()))
         record = ChunkRecord(
-            chunk, fingerprint, namespace, text, ids, unpack(anchor_blob), behind, unpack(separator_blob)
+            chunk, fingerprint, namespace, text, ids, unpack(anchor_blob), behind, unpack(separator_blob), forward
         )
         if content_hash(fingerprint, namespace, ids) == chunk and _anchor_hash(record) == anchor:
             yield record

@@ -93,6 +93,7 @@ def dump(
             "anchor_ids": record.anchor_ids,
             "separator_ids": record.separator_ids,
             "neighbours": record.neighbours,
+            "forward_tokens": record.forward_tokens,
             "neighbour_tokens": list(neighbour_tokens),
         }
     metadata = {
@@ -168,9 +169,9 @@ def _parse(header: dict[str, Any]) -> ChunkHeader:
     if "record" in header:
         known = header["record"]
         anchor_ids, neighbours = tuple(known["anchor_ids"]), tuple(known["neighbours"])
-        separator_ids = tuple(known["separator_ids"])
+        separator_ids, forward = tuple(known["separator_ids"]), int(known.get("forward_tokens", 0))
         record = ChunkRecord(
-            key, fingerprint, namespace, known["text"], token_ids, anchor_ids, neighbours, separator_ids
+            key, fingerprint, namespace, known["text"], token_ids, anchor_ids, neighbours, separator_ids, forward
         )
         neighbour_tokens = tuple(tuple(ids) for ids in known["neighbour_tokens"])
     return ChunkHeader(

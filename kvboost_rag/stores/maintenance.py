@@ -45,7 +45,8 @@ def forget(store: Store, content_hashes: Iterable[str]) -> Removed:
         dependents.update(catalog.delete(key))
     dependents -= gone
     for record in catalog.get_many(dependents).values():
-        catalog.replace(replace(record, neighbours=tuple(n for n in record.neighbours if n not in gone)))
+        left = tuple(n for n in record.neighbours if n not in gone)
+        catalog.replace(replace(record, neighbours=left, forward_tokens=0))
         num_entries += store.delete(record.content_hash)
     for namespace in {record.namespace for record in known.values()}:
         num_entries += _delete_unknown(store, namespace)
