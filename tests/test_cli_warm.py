@@ -295,10 +295,12 @@ def test_rewarm_reassigns_where_it_is_worth_it(warm, run, documents, model_folde
     code, _, err = run(*arguments)
     assert code == 1
     assert "nothing has been warmed" in err
+    for word in WORDS:  # one chunk each, about nothing that the others are about
+        (documents / f"{word}.txt").write_text(f"The {word} stands alone.")
     warm()
     assert "no need" in run(*arguments)[1]
-    (documents / "late.txt").write_text("An apple of number 7 and the store, a store. " * 9)
-    (documents / "later.txt").write_text("The clock of number 8. " * 9)
+    (documents / "late.txt").write_text("The store is not alone.")
+    (documents / "later.txt").write_text("The clock is not alone.")
     warm()
     before = catalog(neighbours_of)
     code, out, err = run(*arguments, "--dry-run", "--need", 1)
