@@ -111,6 +111,16 @@ class Catalog(SourceLinks):
                 found[record.content_hash] = record
         return found
 
+    def known(self, content_hashes: Iterable[str]) -> set[str]:
+        """Those content hashes that are known; their rows are not checked as `get_many` does."""
+        wanted, found = list(content_hashes), set()
+        for start in range(0, len(wanted), PAGE):
+            page = wanted[start : start + PAGE]
+            marks = ",".join("?" * len(page))
+            sql = f"SELECT content_hash FROM chunks WHERE content_hash IN ({marks}) AND NOT removed"
+            found.update(row[0] for row in self.database.read(sql, page))
+        return found
+
     def context_ids(self, record: ChunkRecord) -> tuple[int, ...]:
         """Token ids of the record's encoding context: the anchor, then its neighbours in order, separated.
 

@@ -112,6 +112,6 @@ def evict_all(store: Store) -> Removed:
 
 def _delete_unknown(store: Store, namespace: str) -> int:
     """Delete the tenant's entries that are no known chunks: exact blocks, and KV left over from a crash."""
-    known = set(store.catalog.hashes(namespace))
-    unknown = [i.key for i in store.entries() if i.namespace == namespace and i.key not in known]
-    return sum(store.delete(key) for key in unknown)
+    held = [info.key for info in store.entries() if info.namespace == namespace]
+    known = store.catalog.known(held)
+    return sum(store.delete(key) for key in held if key not in known)
