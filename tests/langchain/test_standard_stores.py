@@ -1,4 +1,4 @@
-"""langchain-tests for retrievers and vector stores, over the in-memory store and over Chroma."""
+"""langchain-tests for retrievers and vector stores on the real bundled model, over the in-memory store and Chroma."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from langchain_tests.integration_tests import RetrieversIntegrationTests, Vector
 
 from langchain_kvboost import KVBoostLLM, KVBoostRetriever, KVBoostVectorStore
 
+pytestmark = pytest.mark.model
+
 
 def _llm(loaded: Any) -> KVBoostLLM:
     return KVBoostLLM(model=loaded.model, tokenizer=loaded.tokenizer)
 
 
-class _OnTinyModel:
+class _OnRealModel:
     llm: ClassVar[KVBoostLLM]
 
     @pytest.fixture(autouse=True)
-    def _model(self, tiny: Any) -> None:
-        type(self).llm = _llm(tiny)
+    def _model(self, smollm2: Any) -> None:
+        type(self).llm = _llm(smollm2)
 
 
-class TestInMemoryStore(_OnTinyModel, VectorStoreIntegrationTests):
+class TestInMemoryStore(_OnRealModel, VectorStoreIntegrationTests):
     @pytest.fixture
     def vectorstore(self) -> VectorStore:
         inner = InMemoryVectorStore(self.get_embeddings())
         return KVBoostVectorStore(inner, self.llm)
 
 
-class TestChromaStore(_OnTinyModel, VectorStoreIntegrationTests):
+class TestChromaStore(_OnRealModel, VectorStoreIntegrationTests):
     @pytest.fixture
     def vectorstore(self) -> Iterator[VectorStore]:
         chroma = pytest.importorskip("langchain_chroma")
@@ -42,7 +44,7 @@ class TestChromaStore(_OnTinyModel, VectorStoreIntegrationTests):
         inner.delete_collection()
 
 
-class TestRetriever(_OnTinyModel, RetrieversIntegrationTests):
+class TestRetriever(_OnRealModel, RetrieversIntegrationTests):
     retriever_constructor = KVBoostRetriever
     retriever_query_example = "which store is full?"
 
