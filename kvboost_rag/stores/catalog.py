@@ -113,7 +113,8 @@ class Catalog(SourceLinks):
 
     def known(self, content_hashes: Iterable[str]) -> set[str]:
         """Those content hashes that are known; their rows are not checked as `get_many` does."""
-        wanted, found = list(content_hashes), set()
+        wanted = list(content_hashes)
+        found: set[str] = set()
         for start in range(0, len(wanted), PAGE):
             page = wanted[start : start + PAGE]
             marks = ",".join("?" * len(page))
