@@ -75,8 +75,9 @@ def plan_blocks(mask: torch.Tensor, group: int) -> tuple[Block, ...]:
 def _cuts(mask: torch.Tensor, group: int) -> list[int]:
     """Where blocks begin, and the number of rows: the cheapest way to cut by the costs above (dynamic programming)."""
     rows, columns = mask.shape
-    first = mask.byte().argmax(1).tolist()
-    last = (columns - mask.flip(1).byte().argmax(1)).tolist()
+    bits = mask.view(torch.uint8)
+    first = bits.argmax(1).tolist()
+    last = (columns - bits.flip(1).argmax(1)).tolist()
     edges = [*range(0, rows, ROW_STEP), rows]
     best: list[tuple[float, int]] = [(0.0, 0)]
     for j, end in enumerate(edges[1:], start=1):
