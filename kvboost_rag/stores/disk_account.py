@@ -73,8 +73,12 @@ class DiskAccount:
         """Make room for a file of `num_bytes` and set that aside, or say why not (`too_large`, `pinned`)."""
         if num_bytes > self._budget_bytes:
             return None, "too_large"
-        with self._lock, self.table.database.transaction():
+        with self._lock:
             self._settle_failed_writes()
+            return self._reserve(key, num_bytes)
+
+    def _reserve(self, key: str, num_bytes: int) -> tuple[Reservation | None, str | None]:
+        with self.table.database.transaction():
             self._learn_of_new_files()
             for expired in self._policy.expired():
                 self.drop(expired, "expired")
@@ -196,6 +200,7 @@ class DiskAccount:
             self._policy.restore(key, use)
 
     def _settle_failed_writes(self) -> None:
+        """Each in a transaction of its own: one inside a larger one would be undone with it, and forgotten here."""
         while self._unsettled:
             recovery.settle(self._folder, self.table, self._catalog, self._unsettled[-1])
             self._unsettled.pop()
