@@ -11,9 +11,9 @@ import numpy as np
 
 from kvboost_rag import quantization
 from kvboost_rag.assemble import PlacedChunk
-from kvboost_rag.datamodels import ChunkKV, ChunkRecord, HitKind, StoreEntry
+from kvboost_rag.datamodels import ChunkKV, ChunkRecord, HitKind
 from kvboost_rag.donor_encode import encode_from_donor
-from kvboost_rag.library import ChunkLibrary, FetchedChunk
+from kvboost_rag.library import ChunkLibrary, FetchedChunk, entry_of
 from kvboost_rag.similarity import DonorIndex, DonorPlan, DonorRules
 from kvboost_rag.stores.arrays_file import ArraysFile
 from kvboost_rag.stores.catalog import CatalogVersion
@@ -79,15 +79,7 @@ class Donors:
             return None
         made = encode_from_donor(encoder.model, encoder.layout, job, plan, donor, context)
         tensors, meta = quantization.encode(made.kv, identity.quantization)
-        entry = StoreEntry(
-            record.content_hash,
-            record.namespace,
-            record.fingerprint,
-            record.token_ids,
-            check.context_hash,
-            tensors,
-            meta | {"donor": plan.donor},
-        )
+        entry = entry_of(record, check, tensors, meta | {"donor": plan.donor})
         return FetchedChunk(record, entry, HitKind.DONOR, made.forwarded_tokens, False, None, made.computed_tokens)
 
     def update(self, namespace: str, limit: int | None = None) -> bool:

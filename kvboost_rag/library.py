@@ -109,6 +109,21 @@ class _Known:
     version: CatalogVersion = field(default_factory=lambda: CatalogVersion(0, 0))
 
 
+def entry_of(
+    record: ChunkRecord, check: EntryCheck, tensors: dict[str, torch.Tensor], meta: dict[str, str]
+) -> StoreEntry:
+    """A chunk's KV in the form of the store."""
+    return StoreEntry(
+        record.content_hash,
+        record.namespace,
+        record.fingerprint,
+        record.token_ids,
+        check.context_hash,
+        tensors,
+        meta,
+    )
+
+
 class ChunkLibrary:
     """Registers chunks, finds their texts in prompts, and fetches their KV.
 
@@ -287,15 +302,7 @@ class ChunkLibrary:
             tensors[SENSITIVITY] = self._sensitivity(record, kv)
         if self.metrics is not None:
             self.metrics.record_encoded(meta)
-        return StoreEntry(
-            record.content_hash,
-            record.namespace,
-            record.fingerprint,
-            record.token_ids,
-            check.context_hash,
-            tensors,
-            meta | {"setting": self.identity.quantization, "encoder": signature},
-        )
+        return entry_of(record, check, tensors, meta | {"setting": self.identity.quantization, "encoder": signature})
 
     def _put(self, record: ChunkRecord, entry: StoreEntry, job: EncodingJob) -> FetchedChunk:
         """A store that cannot keep it costs the next call another encoding."""
