@@ -17,6 +17,8 @@ for name in [name for name in os.environ if name.startswith("KVBOOST_") and name
 os.environ["KVBOOST_NEIGHBOURS"] = "0"
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
 
     from kvboost_rag.models.load import LoadedModel
@@ -114,3 +116,34 @@ def smollm2() -> LoadedModel:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model as it lies on disk, for commands and processes that load their own."""
+    folder = tmp_path_factory.mktemp("model")
+    loaded = tiny_model("llama", num_hidden_layers=3, max_position_embeddings=4096)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`run("warm", path, …)` gives (exit code, stdout, stderr); caches and stores lie in the test's folder."""
+    from kvboost_rag import cli
+
+    monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run_command(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["kvboost-rag", *map(str, arguments)])
+        capsys.readouterr()  # what came before, such as progress of saving a model
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        captured = capsys.readouterr()
+        return exit_info.value.code or 0, captured.out, captured.err  # type: ignore[return-value]
+
+    return run_command

@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 
-from kvboost_rag import cli
 from kvboost_rag.corpus import pydoc_corpus
 
 COMMANDS = ("demo", "warm", "ask", "inspect", "probe")
@@ -20,30 +19,9 @@ class Letters:
         return np.array([[text.lower().count(letter) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts])
 
 
-@pytest.fixture(scope="module")
-def model_folder(tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    loaded = tiny_model("llama", num_hidden_layers=3, max_position_embeddings=4096)
-    loaded.model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """`run("warm", path, …)` gives (exit code, stdout, stderr); caches and stores lie in the test's folder."""
-    monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.fixture(autouse=True)
+def small_embedder(monkeypatch):
     monkeypatch.setattr("kvboost_rag.retrieval.MiniLM", Letters)
-
-    def run_command(*arguments):
-        monkeypatch.setattr("sys.argv", ["kvboost-rag", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        captured = capsys.readouterr()
-        return exit_info.value.code or 0, captured.out, captured.err
-
-    return run_command
 
 
 @pytest.fixture

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from kvboost_rag import cli
-
 DOCUMENTS = [
     "The store holds keys and values of every document that was encoded when the index was built.",
     "A question is answered from the documents in front of it; the first token comes soon.",
 ]
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """`run("profile", path, …)` gives (exit code, stdout, stderr)."""
-    monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run_command(*arguments):
-        monkeypatch.setattr("sys.argv", ["kvboost-rag", *map(str, arguments)])
-        capsys.readouterr()  # what came before, such as progress of saving a model
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        captured = capsys.readouterr()
-        return exit_info.value.code or 0, captured.out, captured.err
-
-    return run_command
 
 
 def test_profile_of_reordered_prompts(run, tmp_path):

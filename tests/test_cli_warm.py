@@ -5,21 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import time
-from contextlib import suppress
 
 import numpy as np
 import pytest
 
-from kvboost_rag import cli
-from kvboost_rag.cli.jobs import JobError, encode_in_processes, worker_specs
-from kvboost_rag.cli.options import StoreChoice
-from kvboost_rag.cli.session import ModelChoice
 from kvboost_rag.cli.watch import FolderWatch
-from kvboost_rag.config import EncodingConfig
-from kvboost_rag.engine import KVBoost
-from kvboost_rag.models.load import load_model
 from kvboost_rag.stores import open_store
 
 WORDS = ("store", "tide", "apple", "clock")
@@ -32,29 +23,9 @@ class Words:
         return np.array([[text.count(word) + 0.01 for word in WORDS] for text in texts])
 
 
-@pytest.fixture(scope="module")
-def model_folder(tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    loaded = tiny_model("llama", num_hidden_layers=2, max_position_embeddings=4096)
-    loaded.model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.fixture(autouse=True)
+def small_embedder(monkeypatch):
     monkeypatch.setattr("kvboost_rag.retrieval.MiniLM", Words)
-
-    def run_command(*arguments):
-        monkeypatch.setattr("sys.argv", ["kvboost-rag", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        captured = capsys.readouterr()
-        return exit_info.value.code or 0, captured.out, captured.err
-
-    return run_command
 
 
 @pytest.fixture
@@ -210,84 +181,6 @@ def test_several_processes_write_each_chunk_once(warm, catalog):
     again = summary(warm("--jobs", 2)[1])[0]
     assert (again["encoded"], again["stored"]) == (0, done["chunks"])
     assert summary(warm()[1])[0]["encoded"] == 0
-
-
-@pytest.fixture
-def job(model_folder, tmp_path):
-    """Specs of two processes and the units of ten known chunks, none encoded."""
-    texts = [f"Chunk number {n} tells of the {WORDS[n % 4]}. " * 5 for n in range(10)]
-    encoding = EncodingConfig(neighbours=0)
-    with KVBoost(load_model(model_folder), store=tmp_path / "kv", encoding=encoding) as engine:
-        keys = engine.warm(texts, encode=False).content_hashes
-        assert len(engine.store) == 0
-    specs = worker_specs(ModelChoice(model_folder), StoreChoice(tmp_path / "kv"), "", encoding, 2)
-    return specs, [(key,) for key in keys], tmp_path / "kv"
-
-
-def keys_in(folder):
-    store = open_store(folder)
-    try:
-        return set(store.keys())
-    finally:
-        store.close()
-
-
-def test_a_dying_process_does_not_lose_the_rest(job):
-    specs, units, folder = job
-    killed = []
-
-    def kill_one(state):
-        if state.num_done and not killed:
-            killed.append(state.pids[0])
-            os.kill(state.pids[0], signal.SIGKILL)
-
-    state = encode_in_processes(specs, units, kill_one)
-    assert killed
-    assert keys_in(folder) == {key for (key,) in units}
-    assert state.num_encoded + state.num_already_stored == len(units)
-
-
-def test_all_processes_die_and_the_next_run_goes_on(job):
-    specs, units, folder = job
-
-    def kill_all(state):
-        if state.num_done:
-            for pid in state.pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    with pytest.raises(JobError, match=r"of 10 chunks were not encoded"):
-        encode_in_processes(specs, units, kill_all)
-    before = keys_in(folder)
-    assert 0 < len(before) < len(units)
-    state = encode_in_processes(specs[:1], units)
-    assert state.num_already_stored == len(before)
-    assert keys_in(folder) == {key for (key,) in units}
-
-
-def test_ctrl_c_lets_each_process_finish_its_chunk(job):
-    specs, units, folder = job
-    pids = set()
-
-    def interrupt(state):
-        pids.update(state.pids)
-        if state.num_done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        encode_in_processes(specs, units, interrupt)
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    assert 0 < len(keys_in(folder)) < len(units)
-    assert encode_in_processes(specs, units).num_done == len(units)
-
-
-def test_a_model_that_cannot_be_loaded_is_named(job, tmp_path):
-    specs, units, _ = job
-    broken = [specs[0].__class__(ModelChoice(str(tmp_path / "none/x")), *list(vars(specs[0]).values())[1:])]
-    with pytest.raises(JobError, match="no such folder"):
-        encode_in_processes(broken, units)
 
 
 def test_rewarm_reassigns_where_it_is_worth_it(warm, run, documents, model_folder, catalog):

@@ -77,6 +77,7 @@ class JobState:
 class _Worker:
     process: Any
     channel: connection.Connection
+    ready: bool = False
     unit: Unit | None = None
 
 
@@ -154,13 +155,18 @@ class _Job:
         if isinstance(message, str):
             self.fault = message
             return  # the process ends, which is seen next
+        worker.ready = True  # its first message says only that
         if worker.unit is not None:
             self.state.num_done += len(worker.unit)
             for name, count in message.items():
                 setattr(self.state, name, getattr(self.state, name) + count)
+        self._employ(worker)
+
+    def _employ(self, worker: _Worker) -> None:
         worker.unit = self.pending.popleft() if self.pending else None
         if worker.unit is not None:
-            worker.channel.send(worker.unit)
+            with suppress(OSError):  # it has died, which is seen next
+                worker.channel.send(worker.unit)
 
     def _bury(self, worker: _Worker) -> None:
         worker.process.join()
@@ -176,10 +182,10 @@ class _Job:
             self.given_up.append(worker.unit)
         else:
             self.pending.appendleft(worker.unit)
-            idle = next((w for w in self.workers if w.unit is None), None)
+            # One that is still loading its model asks by itself when it is ready.
+            idle = next((w for w in self.workers if w.ready and w.unit is None), None)
             if idle is not None:
-                idle.unit = self.pending.popleft()
-                idle.channel.send(idle.unit)
+                self._employ(idle)
 
     def close(self) -> None:
         """Each process ends when it has finished its unit."""
