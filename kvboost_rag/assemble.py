@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvboost_rag.datamodels import ChunkKV, StoreEntry
 from kvboost_rag.models.kv_buffer import KVBuffer
+from kvboost_rag.placement_kernels import KERNEL
 from kvboost_rag.realign import PositionTables, realign_entry_into, realign_into
 
 
@@ -28,8 +29,13 @@ class PlacedEntry:
 
 def assemble(buffer: KVBuffer, chunks: Iterable[PlacedChunk | PlacedEntry], tables: PositionTables) -> None:
     """Write every chunk to its place; positions that no chunk covers are left for the partial forward to fill."""
+    chunks = list(chunks)
+    entries = [(chunk.entry, chunk.start) for chunk in chunks if isinstance(chunk, PlacedEntry)]
+    by_kernel = bool(entries) and all(KERNEL.wanted(group.device) for group in buffer.layout.groups)
+    if by_kernel and KERNEL.place(buffer, entries, tables):
+        entries = []
+    for entry, start in entries:
+        realign_entry_into(buffer, entry, start, tables)
     for chunk in chunks:
-        if isinstance(chunk, PlacedEntry):
-            realign_entry_into(buffer, chunk.entry, chunk.start, tables)
-        else:
+        if isinstance(chunk, PlacedChunk):
             realign_into(buffer, chunk.kv, chunk.start, tables)
