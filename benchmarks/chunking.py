@@ -1,7 +1,7 @@
 """Fixed against semantic chunk boundaries on real text, at the same number of chunks.
 
 usage: python benchmarks/chunking.py DATA.json [--questions 12] [--chunk-tokens 128] [--model bundled:smollm2]
-           [--strategies none query:0.05] [--dtype float32] [--boundaries-only]
+           [--strategies none query:0.05] [--dtype float32] [--boundaries-only] [--out FILE.jsonl]
 
 DATA.json: records with `question` and `docs` (HotpotQA or MuSiQue, reshaped). The paragraphs of a question, joined by
 blank lines, are one document. It is cut by `FixedChunker` and by `SemanticChunker`, the latter's maximum chosen so
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from evidence import divergence, messages, parse_strategy
+from kvbench.measured import Measured
 
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.chunking import FixedChunker, SemanticChunker, TextChunk
@@ -76,25 +76,36 @@ def report_boundaries(cuts: Sequence[tuple[str, Cut]]) -> None:
         print(f"{name:10s} {chunks} chunks, {inside} of {total} boundaries inside a sentence ({inside / total:.1%})")
 
 
-def report_divergence(engine: KVBoost, records: Sequence[dict], cuts: Sequence[tuple[str, Cut]], args) -> None:
-    results = defaultdict(list)
+def measure_divergence(
+    engine: KVBoost, records: Sequence[dict], cuts: Sequence[tuple[str, Cut]], args: argparse.Namespace
+) -> Measured:
+    measured = Measured(args.out)
+    params = GenerationParams(max_new_tokens=args.answer_tokens)
     for index, (record, (text, cut)) in enumerate(zip(records, cuts, strict=True)):
         for name, chunks in cut.items():
+            missing = [s for s in args.strategies if index not in measured.rows[f"{name}={s}"]]
+            if not missing:
+                continue
             documents = [chunk.text for chunk in chunks]
             engine.warm(documents, neighbours=None)
             prompt = messages(record["question"], [text])
-            params = GenerationParams(max_new_tokens=args.answer_tokens)
             answer = engine.generate(prompt, reuse="off", params=params).token_ids
             reference = engine.logits(prompt, answer[:-1], reuse="off")
-            for label, strategy, ratio in map(parse_strategy, args.strategies):
+            for label, strategy, ratio in map(parse_strategy, missing):
                 ours = engine.logits(prompt, answer[:-1], repair=strategy, recompute_ratio=ratio, strict=True)
-                results[name, label].append(divergence(reference, ours))
+                measured.add(f"{name}={label}", index, divergence(reference, ours))
             engine.evict(documents)  # the other way of cutting must not find these
-        print(f"\rquestion {index + 1}/{len(records)}", end="", flush=True)
-    print()
-    for (name, label), rows in sorted(results.items(), key=lambda item: item[0][1]):
-        first, mean, agree = np.mean(rows, axis=0)
-        print(f"{name:10s} {label:12s} KL first {first:.4f}  KL mean {mean:.4f}  agree {agree:.3f}  ({len(rows)})")
+        print(f"question {index + 1}/{len(records)}", flush=True)
+    return measured
+
+
+def report_divergence(measured: Measured, strategies: Sequence[str]) -> str:
+    lines = ["| boundaries | rows recomputed | KL first | KL mean | agree | questions |", "|---|---|---|---|---|---|"]
+    num_questions, means = measured.means([f"{name}={s}" for s in strategies for name in ("fixed", "semantic")])
+    for row, (first, mean, agree) in means.items():
+        cells = f"{first:.4f} | {mean:.4f} | {agree:.3f} | {num_questions}"
+        lines.append(f"| {' | '.join(row.split('='))} | {cells} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -107,6 +118,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--strategies", nargs="+", default=["none", "query:0.05"])
     parser.add_argument("--boundaries-only", action="store_true")
+    parser.add_argument("--out", type=Path, help="keep each figure as soon as it is known, and go on from there")
     args = parser.parse_args()
     records = json.loads(Path(args.data).read_text())[: args.questions]
     with KVBoost.from_pretrained(args.model, dtype=args.dtype, store=MemoryStore(4 << 30)) as engine:
@@ -115,7 +127,7 @@ def main() -> None:
         cuts = [(text, cut_both_ways(text, args.chunk_tokens, engine.tokens.count, embed)) for text in texts]
         report_boundaries(cuts)
         if not args.boundaries_only:
-            report_divergence(engine, records, cuts, args)
+            print(report_divergence(measure_divergence(engine, records, cuts, args), args.strategies))
 
 
 if __name__ == "__main__":

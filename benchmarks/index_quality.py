@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 from evidence import divergence, messages, parse_strategy
+from kvbench.measured import Measured
 
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import EncodingConfig
@@ -56,32 +55,14 @@ def contexts_of(
     }
 
 
-class Measured:
-    """Figures by (row, question), kept in a file line by line."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.rows: dict[str, dict[int, list[float]]] = defaultdict(dict)
-        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
-            row, question, figures = json.loads(line)
-            self.rows[row][question] = figures
-
-    def add(self, row: str, question: int, figures: Sequence[float]) -> None:
-        self.rows[row][question] = list(figures)
-        if self.path is not None:
-            with self.path.open("a") as out:
-                out.write(json.dumps([row, question, list(figures)]) + "\n")
-
-    def table(self, rows: Sequence[str]) -> str:
-        lines = ["| encoded | rows recomputed | KL first | KL mean | agree | tokens per document token | questions |"]
-        lines.append("|---|---|---|---|---|---|---|")
-        # Only questions that every row has, so that all are means over the same ones.
-        shared = set.intersection(*(set(self.rows[row]) for row in rows))
-        for row in rows if shared else ():
-            first, mean, agree, cost = np.mean([self.rows[row][question] for question in sorted(shared)], axis=0)
-            cells = f"{first:.4f} | {mean:.4f} | {agree:.3f} | {cost:.2f} | {len(shared)}"
-            lines.append(f"| {' | '.join(row.split('='))} | {cells} |")
-        return "\n".join(lines)
+def report(measured: Measured, rows: Sequence[str]) -> str:
+    lines = ["| encoded | rows recomputed | KL first | KL mean | agree | tokens per document token | questions |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    num_questions, means = measured.means(rows)
+    for row, (first, mean, agree, cost) in means.items():
+        cells = f"{first:.4f} | {mean:.4f} | {agree:.3f} | {cost:.2f} | {num_questions}"
+        lines.append(f"| {' | '.join(row.split('='))} | {cells} |")
+    return "\n".join(lines)
 
 
 def measure(args: argparse.Namespace, measured: Measured) -> None:
@@ -131,7 +112,7 @@ def main() -> None:
     measured = Measured(args.out)
     if args.questions:
         measure(args, measured)
-    print(measured.table(list(args.rows)))
+    print(report(measured, args.rows))
 
 
 if __name__ == "__main__":

@@ -75,13 +75,14 @@ def done_already(out: Path) -> set[tuple[str, str, str, str]]:
 def measure(args: argparse.Namespace, runner: Runner, cases: Sequence[Case], arms: Sequence[Arm]) -> Iterator[dict]:
     """Prompts outside, arms inside: wherever a run stops, every arm has (nearly) the same prompts."""
     done, deadline = done_already(args.out), time.monotonic() + 60 * args.minutes
+    head = {"model": args.model, "dtype": args.dtype, "machine": this_machine().as_dict()}
     for number, case in enumerate(cases):
         todo = [arm for arm in arms if (args.model, args.dtype, case.name, arm.name) not in done]
         if time.monotonic() > deadline:
             print(f"\n{args.minutes:g} minutes are over after {number} of {len(cases)} prompts; run again to go on")
             return
         for row in runner.rows(case, todo):
-            yield {"model": args.model, "dtype": args.dtype, **row}
+            yield {**head, **row}
         print(f"\r{number + 1}/{len(cases)} prompts", end="", flush=True)
     print()
 

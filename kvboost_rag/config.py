@@ -35,17 +35,21 @@ class CalibratedDefaults:
     Attributes:
         reuse: `blend`, or `exact` for a model that failed the accuracy gate.
         repair_options: parameters of the strategy (such as the weight of `query`); they go with `repair` only.
+        neighbours, quantization: how chunks are encoded and kept, see `EncodingConfig`.
     """
 
     reuse: ReuseMode = "blend"
     repair: RepairName = "query"
     recompute_ratio: float = 0.05
     repair_options: Mapping[str, Any] = field(default_factory=dict)
+    neighbours: int = 4
+    quantization: str = "none"
 
     def __post_init__(self) -> None:
         _check_choice("reuse", self.reuse, get_args(ReuseMode))
         _check_choice("repair", self.repair, get_args(RepairName))
         _check_range("recompute_ratio", self.recompute_ratio, 0.0, 1.0)
+        _check_encoding(self.neighbours, self.quantization)
 
 
 @dataclass(frozen=True)
@@ -187,13 +191,15 @@ class ReuseConfig:
 
 @dataclass(frozen=True)
 class EncodingConfig:
-    """How chunks are encoded and kept: fixed for an engine, because a chunk's KV is a function of it.
+    """How chunks are encoded and kept: fixed for an engine, because a chunk's KV is a function of it. A field left at
+    None takes the environment's value, else that of the model's profile, else the default given here.
 
     Attributes:
         anchor: text in front of each chunk while it is encoded; `auto` is the chat template's head up to a user
             message's content, or BOS where there is no template; the empty string is no anchor.
         separator: text behind each neighbour in an encoding context, as between documents in a prompt.
-        quantization: codec of stored chunk KV: `none`, `k8v8` or `k8v4` (see `quantization`).
+        quantization: codec of stored chunk KV: `none` (default), `k8v8` or `k8v4` (see `quantization`). Chunks stored
+            with another one are encoded again when they are needed.
         batch_size: chunks encoded in one forward. Above 1 a chunk that is encoded again alone may differ in the last
             bits, and so may a cold answer from a warm one: matrix kernels round differently at other batch shapes.
         block_tokens: block length of the exact path; only whole blocks are found again in a longer prompt.
@@ -211,10 +217,10 @@ class EncodingConfig:
 
     anchor: str = "auto"
     separator: str = "\n\n"
-    quantization: str = "none"
+    quantization: str | None = None
     batch_size: int = 1
     block_tokens: int = 128
-    neighbours: int = field(default_factory=lambda: _env_default("KVBOOST_NEIGHBOURS", 4))
+    neighbours: int | None = None
     groups: bool = False
     embedder: Any = field(default=None, repr=False, hash=False)
     sensitivity: bool = False
@@ -224,16 +230,31 @@ class EncodingConfig:
         for name in ("anchor", "separator"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected a string")
-        _check_choice("quantization", self.quantization, ("none", "k8v8", "k8v4"))
+        _check_encoding(self.neighbours, self.quantization)
         for name in ("batch_size", "block_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: expected a whole number, 1 or more")
-        if isinstance(self.neighbours, bool) or not isinstance(self.neighbours, int) or self.neighbours < 0:
-            raise ConfigError(f"neighbours={self.neighbours!r}: expected a whole number of chunks, 0 or more")
         for name in ("groups", "sensitivity"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False")
+
+    def resolve(
+        self, environ: Mapping[str, str] | None = None, calibrated: CalibratedDefaults | None = None
+    ) -> EncodingConfig:
+        """Fill what is unset from the environment, then from the model's profile, then from the defaults.
+
+        Raises:
+            ConfigError: an environment variable holds a value that cannot be used; the message names it.
+        """
+        default = calibrated or CalibratedDefaults()
+        from_env = _env_int(os.environ if environ is None else environ, "KVBOOST_NEIGHBOURS")
+        neighbours = default.neighbours if from_env is None else from_env
+        return replace(
+            self,
+            neighbours=neighbours if self.neighbours is None else self.neighbours,
+            quantization=default.quantization if self.quantization is None else self.quantization,
+        )
 
 
 @dataclass(frozen=True)
@@ -296,6 +317,14 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(choices)}")
 
 
+def _check_encoding(neighbours: Any, quantization: Any) -> None:
+    _check_choice("quantization", quantization, ("none", "k8v8", "k8v4"))
+    if neighbours is None:
+        return
+    if isinstance(neighbours, bool) or not isinstance(neighbours, int) or neighbours < 0:
+        raise ConfigError(f"neighbours={neighbours!r}: expected a whole number of chunks, 0 or more")
+
+
 def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
     if value is None:
         return
@@ -319,11 +348,6 @@ def _env_int(env: Mapping[str, str], name: str) -> int | None:
     if not value.strip().isdigit():
         raise ConfigError(f"{name}={value!r}: expected a whole number, 0 or more")
     return int(value)
-
-
-def _env_default(name: str, default: int) -> int:
-    value = _env_int(os.environ, name)
-    return default if value is None else value
 
 
 def _env_float(env: Mapping[str, str], name: str) -> float | None:

@@ -97,7 +97,10 @@ class KVBoost:
     ) -> None:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.config = config or ReuseConfig()
-        self.encoding = encoding or EncodingConfig()
+        fingerprint = model_fingerprint(self.model, self.tokenizer)
+        self._profile_given = profile != "auto"
+        self.profile = load_profile(fingerprint) if profile == "auto" else profile
+        self.encoding = (encoding or EncodingConfig()).resolve(calibrated=self._calibrated)
         if self.encoding.groups and has_experts(self.model):
             raise ConfigError(
                 f"groups=True: {self.name} has experts, so a chunk would not come back with the same bits"
@@ -111,9 +114,6 @@ class KVBoost:
         self._worker = Worker(f"kvboost-{self.name}")
         self.shadow = Shadow(self.name, lambda: self._worker.is_idle, self._record_shadow)
         self._later = IdleJobs(f"kvboost-later-{self.name}", lambda: self._worker.is_idle)
-        fingerprint = model_fingerprint(self.model, self.tokenizer)
-        self._profile_given = profile != "auto"
-        self.profile = load_profile(fingerprint) if profile == "auto" else profile
         identity = ChunkIdentity.of(fingerprint, self.tokens, self.encoding, reuse_limit(self.model, self.probe))
         encoder = Encoder(self.model, self.probe.layout) if self.probe.layout is not None else None
         self.library = ChunkLibrary(self.store, encoder, self.tokens, identity)
@@ -184,7 +184,7 @@ class KVBoost:
         if not self.probe.reusable:
             logger.warning("nothing was warmed: %s", self.probe.reason)
             return WarmReport(len(texts), 0, 0, len(texts), 0, 0, 0, 0.0)
-        count, given = neighbour_choice(neighbours, self.encoding.neighbours)
+        count, given = neighbour_choice(neighbours, self.encoding.neighbours or 0)
         records = register_documents(self.library, texts, given, tenant)
         if count:
             records = self.similar.assign(records, count, embeddings, tenant, self.encoding.groups)

@@ -97,7 +97,7 @@ class ChunkIdentity:
             anchor,
             separator,
             max_positions,
-            encoding.quantization,
+            encoding.quantization or "none",
             encoding.batch_size,
             encoding.sensitivity,
         )

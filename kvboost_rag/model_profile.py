@@ -117,6 +117,8 @@ class ModelProfile:
             repair=cast(RepairName, self.chosen.repair),  # checked there
             recompute_ratio=self.chosen.recompute_ratio,
             repair_options=self.chosen.options,
+            neighbours=self.chosen.neighbours,
+            quantization=self.chosen.quantization,
         )
 
 

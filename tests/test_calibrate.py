@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_rag.config import CalibratedDefaults, ConfigError, ReuseConfig
+from kvboost_rag.config import CalibratedDefaults, ConfigError, EncodingConfig, ReuseConfig
 from kvboost_rag.model_profile import Measured, ModelProfile, Setting, load_profile, profile_path, save_profile
 
 DOCUMENTS = (
@@ -269,7 +269,9 @@ def test_damaged_profiles_are_ignored_and_logged(tmp_path: Path, damage: str, ca
     assert str(path) in caplog.text
 
 
-@pytest.mark.parametrize("field", [{"repair": "magic"}, {"recompute_ratio": 7.0}])
+@pytest.mark.parametrize(
+    "field", [{"repair": "magic"}, {"recompute_ratio": 7.0}, {"neighbours": -1}, {"quantization": "k1v1"}]
+)
 def test_profiles_with_impossible_settings_are_ignored(tmp_path: Path, field, caplog):
     save_profile(profile(replace(Setting(), **field)), tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -313,6 +315,20 @@ def test_precedence_of_profile_environment_and_arguments():
         CalibratedDefaults(repair="magic")
 
 
+def test_precedence_at_index_time():
+    found = CalibratedDefaults(neighbours=2, quantization="k8v4")
+    own = EncodingConfig().resolve({}, found)
+    assert (own.neighbours, own.quantization) == (2, "k8v4")
+    by_env = EncodingConfig().resolve({"KVBOOST_NEIGHBOURS": "1"}, found)
+    assert (by_env.neighbours, by_env.quantization) == (1, "k8v4")
+    by_argument = EncodingConfig(neighbours=0, quantization="none").resolve({"KVBOOST_NEIGHBOURS": "1"}, found)
+    assert (by_argument.neighbours, by_argument.quantization) == (0, "none")
+    by_default = EncodingConfig().resolve({})
+    assert (by_default.neighbours, by_default.quantization) == (4, "none")
+    with pytest.raises(ConfigError, match="KVBOOST_NEIGHBOURS"):
+        EncodingConfig().resolve({"KVBOOST_NEIGHBOURS": "some"})
+
+
 @pytest.fixture
 def profiles_in(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path))
@@ -345,6 +361,21 @@ def test_engine_uses_the_saved_profile(tiny_model, profiles_in: Path, caplog):
         assert ask(engine, repair="none").repair.strategy == "none"
     with KVBoost(loaded, profile=None) as engine:
         assert ask(engine).repair.strategy == "query"
+
+
+def test_engine_encodes_as_the_saved_profile_says(tiny_model, profiles_in: Path, monkeypatch):
+    from kvboost_rag import KVBoost
+
+    monkeypatch.delenv("KVBOOST_NEIGHBOURS")
+    loaded = tiny_model(num_hidden_layers=3)
+    with KVBoost(loaded, profile=None) as engine:
+        fingerprint = engine.library.fingerprint
+    save_profile(profile(Setting("none", 0.0, neighbours=1, quantization="k8v8"), fingerprint))
+    with KVBoost(loaded, encoding=EncodingConfig(embedder=one_hot_embedder)) as engine:
+        keys = engine.warm(DOCUMENTS).content_hashes
+        records = [engine.store.catalog.get(key) for key in keys]
+        assert [len(record.neighbours) for record in records] == [1] * len(keys)
+        assert {engine.library.load(record).payload.meta["codec"] for record in records} == {"k8v8"}
 
 
 def test_a_model_that_failed_the_gate_is_served_exactly(tiny_model, profiles_in: Path, caplog):

@@ -71,9 +71,9 @@ def kv_bytes(engine: KVBoost, text: str) -> bytes:
 
 def test_four_neighbours_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVBOOST_NEIGHBOURS")
-    assert EncodingConfig().neighbours == 4
+    assert EncodingConfig().resolve().neighbours == 4
     monkeypatch.setenv("KVBOOST_NEIGHBOURS", "1")
-    assert EncodingConfig().neighbours == 1
+    assert EncodingConfig().resolve().neighbours == 1
     with pytest.raises(ConfigError, match="neighbours=-1"):
         EncodingConfig(neighbours=-1)
 

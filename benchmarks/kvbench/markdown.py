@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvbench.arms import BASELINE
+from kvbench.arms import ABLATIONS, BASELINE
 from kvbench.contenders import FULL, Oracle
 from kvbench.summary import ArmSummary, Row, summarise
 
@@ -29,7 +29,7 @@ def page(quality: Sequence[Row], speed: Sequence[Row]) -> str:
     parts = [INTRO, "## In short\n", headline(quality, speed), ""]
     parts += ["## Where it loses\n", *_losses(summaries, speed), ""]
     if summaries:
-        parts += ["## Quality\n", *_quality(summaries)]
+        parts += ["## Quality\n", *_quality(summaries, quality)]
     if speed:
         parts += ["## Speed\n", *_speed(speed)]
     return "\n".join(parts).rstrip() + "\n"
@@ -61,19 +61,35 @@ def headline(quality: Sequence[Row], speed: Sequence[Row]) -> str:
     return "\n".join([*lines, "<!-- /headline -->"])
 
 
-def _quality(summaries: Sequence[ArmSummary]) -> list[str]:
+def _quality(summaries: Sequence[ArmSummary], rows: Sequence[Row]) -> list[str]:
     parts = ["`python benchmarks/quality.py --out benchmarks/results/quality.jsonl --files hotpotqa_60.json …`\n"]
     parts.append("![Accuracy against recomputed tokens](figures/trade_off.svg)\n")
     for key in dict.fromkeys((s.source, s.model, s.dataset) for s in summaries):
         arms = [s for s in summaries if (s.source, s.model, s.dataset) == key]
-        what = "Ablations on " if "ablations" in key[0] else ""
+        ablations = "ablations" in key[0]
+        what = "Ablations on " if ablations else ""
         parts.append(f"### {what}{key[2]}, {key[1]} ({arms[0].num_prompts} prompts)\n")
-        rows = [_quality_cells(s) for s in arms]
-        header = ["reuse", "KL first", "KL mean", "agree", "identical", "correct − full's", "kept", "TTFT full ÷"]
-        parts += [table(header, rows), ""]
+        parts += [f"Measured on: {where}\n" for where in _machines(rows, key[0], key[2])]
+        for title, shown in _ablations(arms) if ablations else [("", arms)]:
+            parts += [f"{title}:\n"] if title else []
+            header = ["reuse", "KL first", "KL mean", "agree", "identical", "correct − full's", "kept", "TTFT full ÷"]
+            parts += [table(header, [_quality_cells(s) for s in shown]), ""]
         if arms[0].full_correct is not None:
             parts.append(f"Full prefill answers {arms[0].full_correct:.0%} of them; *kept* is the share of those.\n")
     return parts
+
+
+def _machines(rows: Sequence[Row], source: str, dataset: str) -> list[str]:
+    """Hardware, versions and commits behind a data set's lines, each once."""
+    found = [r["machine"] for r in rows if (r["source"], r["dataset"]) == (source, dataset) and "machine" in r]
+    return list(dict.fromkeys(machine_line(machine) for machine in found))
+
+
+def _ablations(arms: Sequence[ArmSummary]) -> list[tuple[str, list[ArmSummary]]]:
+    """What was varied, and its arms in order; an arm that belongs to several is in each."""
+    by_name = {s.arm: s for s in arms}
+    groups = [(title, [by_name[a.name] for a in wanted if a.name in by_name]) for title, wanted in ABLATIONS.items()]
+    return [(title, shown) for title, shown in groups if shown]
 
 
 def _quality_cells(s: ArmSummary) -> list[str]:

@@ -138,7 +138,7 @@ class DocumentWarming:
         return usable
 
     def _vectors(self, engine: KVBoost, documents: Sequence[Document]) -> Any:
-        count = engine.encoding.neighbours if self._neighbours is None else self._neighbours
+        count = (engine.encoding.neighbours or 0) if self._neighbours is None else self._neighbours
         if self._embeddings is None or not count or not documents:
             return None
         return load_embedder(self._embeddings)([document.page_content for document in documents])

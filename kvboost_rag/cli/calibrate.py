@@ -64,8 +64,9 @@ def calibrate(
     console.print(f"[bold green]chosen[/]     {profile.chosen.label}", highlight=False)
     if profile.chosen.neighbours or profile.chosen.quantization != "none":
         console.print(
-            f"           holds for documents warmed with neighbours={profile.chosen.neighbours} and "
-            f"quantization={profile.chosen.quantization}",
+            f"           documents are warmed with neighbours={profile.chosen.neighbours} and "
+            f"quantization={profile.chosen.quantization} from now on; run `kvboost-rag warm` again for those that are "
+            "stored already",
             highlight=False,
         )
 

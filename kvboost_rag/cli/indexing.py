@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """How texts become chunks; `encode` False leaves them to other processes."""
+    """How texts become chunks; `neighbours` None is what the engine says, `encode` False leaves encoding to others."""
 
     chunk_tokens: int = 256
-    neighbours: int = 4
+    neighbours: int | None = None
     encode: bool = True
 
 
@@ -62,7 +62,8 @@ def index_sources(
 
     chunks = split_sources(engine.tokens.count, sources, plan.chunk_tokens)
     texts = list(dict.fromkeys(text for group in chunks.values() for text in group))
-    vectors = _embed(embedder, texts) if plan.neighbours and embedder is not None and texts else None
+    neighbours = (engine.encoding.neighbours or 0) if plan.neighbours is None else plan.neighbours
+    vectors = _embed(embedder, texts) if neighbours and embedder is not None and texts else None
     row = {text: i for i, text in enumerate(texts)}
     ready = {
         source: SourceTexts(group, vectors[[row[text] for text in group]] if vectors is not None and group else None)
@@ -70,7 +71,7 @@ def index_sources(
     }
     dropped = engine.index.delete_many(gone)
     with encoding_bar() as show:
-        report = engine.index.add_many(ready, neighbours=plan.neighbours, progress=show, encode=plan.encode)
+        report = engine.index.add_many(ready, neighbours=neighbours, progress=show, encode=plan.encode)
     return IndexReport(report.warm, len(sources), dropped + report.num_forgotten)
 
 

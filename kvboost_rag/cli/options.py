@@ -44,7 +44,13 @@ MetricsPort = Annotated[
 Namespace = Annotated[str, typer.Option(help="Tenant: chunks of other namespaces are never used.")]
 ChunkTokens = Annotated[int, typer.Option(help="Tokens of a chunk at most: 64, 128, 256 or 512.")]
 Neighbours = Annotated[
-    int, typer.Option(min=0, max=16, help="Similar chunks that each chunk is encoded behind; 0 is faster and cruder.")
+    int | None,
+    typer.Option(
+        min=0,
+        max=16,
+        help="Similar chunks that each chunk is encoded behind; 0 is faster and cruder. Default: what calibration "
+        "chose, else 4.",
+    ),
 ]
 Passages = Annotated[int, typer.Option("--passages", "-k", min=1, help="Documents put into the prompt.")]
 

@@ -58,8 +58,10 @@ def plan(
     dtype: options.Dtype = None,
     device: options.Device = None,
     chunk_tokens: options.ChunkTokens = 256,
-    neighbours: options.Neighbours = 4,
-    quantization: Annotated[str, typer.Option(help="none, k8v8 or k8v4.")] = "none",
+    neighbours: options.Neighbours = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="none, k8v8 or k8v4. Default: what calibration chose, else none.")
+    ] = None,
     memory_budget: options.MemoryBudget = None,
     disk_budget: options.DiskBudget = None,
 ) -> None:
@@ -78,13 +80,13 @@ def plan(
         raise CorpusError("say what to plan for: files and folders, or --tokens N")
     kept, encoding = (
         options.StoreChoice.of(store, memory_budget, disk_budget),
-        EncodingConfig(quantization=quantization),
+        EncodingConfig(quantization=quantization, neighbours=neighbours),
     )
     texts = _read(paths or [])
     with KVBoost(load(ModelChoice(model, dtype, device)), encoding=encoding) as engine:
         if not engine.probe.reusable:
             raise CorpusError(f"{model} cannot be warmed: {engine.probe.reason}")
-        corpus = _with_context(engine, _size_of(engine, texts, tokens, chunk_tokens), neighbours)
+        corpus = _with_context(engine, _size_of(engine, texts, tokens, chunk_tokens))
         with _scratch_store(kept.folder) as disk, progress_bar() as bar:
             bar.add_task("measuring", total=None)
             measured = _measure(engine, disk, corpus)
@@ -113,10 +115,10 @@ def _size_of(engine: KVBoost, texts: list[str], tokens: int | None, chunk_tokens
     return Corpus(sum(engine.tokens.count(chunk) for chunk in chunks), len(chunks), " ".join(chunks[:8]))
 
 
-def _with_context(engine: KVBoost, corpus: Corpus, neighbours: int) -> Corpus:
+def _with_context(engine: KVBoost, corpus: Corpus) -> Corpus:
     """With the tokens in front of a chunk while it is encoded, as far as the model's context has room."""
     identity, limit = engine.library.identity, engine.library.max_chunk_tokens
-    behind = neighbours * (corpus.chunk_tokens + len(identity.separator_ids))
+    behind = (engine.encoding.neighbours or 0) * (corpus.chunk_tokens + len(identity.separator_ids))
     if limit is not None:
         behind = max(0, min(behind, limit - corpus.chunk_tokens))
     return replace(corpus, context_tokens=len(identity.anchor_ids) + behind)

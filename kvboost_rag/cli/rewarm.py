@@ -21,7 +21,7 @@ def rewarm(
     dtype: options.Dtype = None,
     device: options.Device = None,
     namespace: options.Namespace = "",
-    neighbours: options.Neighbours = 4,
+    neighbours: options.Neighbours = None,
     need: Annotated[
         int, typer.Option(min=0, max=100, help="Percent of the chunks that must be worth it, else nothing is done.")
     ] = 10,
@@ -46,7 +46,7 @@ def rewarm(
     encoding = EncodingConfig(neighbours=neighbours, embedder=open_embedder())
     with open_engine(ModelChoice(model, dtype, device), chosen, namespace, encoding=encoding) as engine:
         with console.status("comparing chunks"):
-            plan = engine.similar.replan(namespace, NeighbourRules(neighbours))
+            plan = engine.similar.replan(namespace, NeighbourRules(engine.encoding.neighbours or 0))
         if not plan.num_chunks:
             raise CorpusError(f"nothing has been warmed for {engine.name} here: kvboost-rag warm PATH")
         _print(engine, plan)

@@ -28,7 +28,7 @@ def warm(
     device: options.Device = None,
     namespace: options.Namespace = "",
     chunk_tokens: options.ChunkTokens = 256,
-    neighbours: options.Neighbours = 4,
+    neighbours: options.Neighbours = None,
     groups: Annotated[
         bool, typer.Option("--groups", help="Encode new chunks in groups of similar ones: five times as fast, cruder.")
     ] = False,
@@ -103,7 +103,7 @@ def _here(job: WarmJob, corpus: Corpus, paths: list[Path], folders: object, inte
 
     with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
         _refuse_unusable(engine)
-        embedder = open_embedder() if job.plan.neighbours else None
+        embedder = open_embedder() if engine.encoding.neighbours else None
         gone = gone_of(engine.index.sources(), [t.source for t in corpus.texts], empty_sources(corpus), _folders(paths))
         _print(index_sources(engine, embedder, corpus.texts, job.plan, gone))
 
@@ -127,7 +127,7 @@ def _in_processes(job: WarmJob, corpus: Corpus, paths: list[Path], num_jobs: int
 
     with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
         _refuse_unusable(engine)
-        embedder = open_embedder() if job.plan.neighbours else None
+        embedder = open_embedder() if engine.encoding.neighbours else None
         gone = gone_of(engine.index.sources(), [t.source for t in corpus.texts], empty_sources(corpus), _folders(paths))
         report = index_sources(engine, embedder, corpus.texts, replace(job.plan, encode=False), gone)
         keys = list(dict.fromkeys(report.warm.content_hashes))
