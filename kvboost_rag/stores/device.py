@@ -21,7 +21,8 @@ class DeviceStore(MemoryStore):
 
     Args:
         device: a CUDA device. A machine without one has no such tier: use `MemoryStore`.
-        budget_bytes: absolute, or None for `kv_cache_size_ratio` (default 0.35) of the device's memory.
+        budget_bytes: absolute, or None for `kv_cache_size_ratio` (default 0.35) of the device's memory that is left
+            beside the model when the tier is made.
         policy: name or object, see `stores.eviction.make_policy`.
 
     Raises:
@@ -46,7 +47,9 @@ class DeviceStore(MemoryStore):
         super().__init__(budget_bytes, kv_cache_size_ratio=kv_cache_size_ratio, policy=policy, pin_memory=False)
 
     def _total_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.device)[1])
+        free = torch.cuda.mem_get_info(self.device)[0]
+        # What the allocator holds and nobody uses is free too.
+        return int(free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device))
 
     def _take(self, entry: StoreEntry) -> StoreEntry:
         # What is already on the device may still be being computed by the stream that the caller uses.

@@ -52,7 +52,12 @@ class MemoryStore(Store):
         self._held = 0
 
     def put(self, entry: StoreEntry) -> bool:
-        entry = self._take(entry)
+        try:
+            entry = self._take(entry)
+        except (MemoryError, torch.OutOfMemoryError):  # others use it too: an entry less is no fault of the request
+            with self._lock:
+                self.stats.put_failures["no_memory"] += 1
+            return False
         with self._lock:
             self._drop_expired()
             old = self._entries.get(entry.key)

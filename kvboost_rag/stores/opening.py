@@ -30,7 +30,7 @@ def open_store(
         spec: a `Store` (returned as it is), `"memory"` or None, or a folder: memory over disk, made if missing.
         memory_bytes, disk_bytes: budgets; None: `kv_cache_size_ratio` of each tier's total.
         policy: eviction policy of every tier, by name (`stores.eviction.make_policy`).
-        device: a CUDA device adds a tier there, with `kv_cache_size_ratio` of its memory; others add nothing.
+        device: a CUDA device adds a tier there, with `kv_cache_size_ratio` of its free memory; others add nothing.
 
     Raises:
         StoreError: the folder cannot be used.

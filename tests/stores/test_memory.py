@@ -6,10 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvboost_rag.datamodels import StoreEntry
 from kvboost_rag.stores import DiskStore, MemoryStore, TieredStore
 from kvboost_rag.stores.budget import host_memory_bytes, resolve_budget
 from kvboost_rag.stores.eviction import POLICIES
@@ -102,6 +104,21 @@ def test_pinned_entries_stay_and_put_refuses_when_only_they_are_left() -> None:
     assert store.put(c)
     assert a.key not in store
     assert b.key in store
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_an_entry_for_which_there_is_no_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    store = MemoryStore(2 * NUM_BYTES)
+    a, b = build_entry(1), build_entry(2)
+    assert store.put(a)
+
+    def take(entry: StoreEntry) -> StoreEntry:
+        raise error
+
+    monkeypatch.setattr(store, "_take", take)
+    assert not store.put(b)
+    assert store.stats.put_failures == {"no_memory": 1}
+    assert list(store.keys()) == [a.key]
 
 
 def test_an_entry_larger_than_the_budget_is_not_kept_and_evicts_nothing() -> None:
