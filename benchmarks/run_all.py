@@ -19,6 +19,7 @@ from kvbench.machine import ROOT
 
 MODELS = ("bundled:smollm2", "bundled:gemma3")
 ABLATION_CASES = 20
+QUICK_QUALITY_MINUTES = 5
 
 
 def commands(args: argparse.Namespace) -> list[list[str]]:
@@ -29,7 +30,8 @@ def commands(args: argparse.Namespace) -> list[list[str]]:
     quality = []
     for model in MODELS[:1] if args.quick else MODELS:
         out = ["--model", model, "--out", str(args.results / f"quality_{model.partition(':')[2]}.jsonl")]
-        quality.append(["quality.py", *files, *out, *quick])
+        limit = ["--minutes", str(QUICK_QUALITY_MINUTES)] if args.quick else []
+        quality.append(["quality.py", *files, *out, *quick, *limit])
         if not args.quick and files:
             ablations = ["anchor", "rows", "neighbours", "ratio", "quantisation", "chunks", "edited"]
             out[-1] = out[-1].replace("quality_", "quality_ablations_")

@@ -19,6 +19,7 @@ with the very same greedy answer. Square brackets hold 95 % bootstrap intervals 
 realigning, repair and prefill included, device synchronised.
 """
 OURS = ("none", "query", "cacheblend", "exact")
+WARMED = ("none", "query 5 %")
 IDENTICAL_TARGET = 0.8
 HEADLINE_ARMS = ("none, 4 neighbours", "query 5 %, 4 neighbours", "query*deviation 5 %, 4 neighbours", BASELINE.name)
 
@@ -117,10 +118,25 @@ def _speed(rows: Sequence[Row]) -> list[str]:
         for documents in dict.fromkeys(row["documents"] for row in group):
             same = [row for row in group if row["documents"] == documents]
             parts.append(f"{documents} documents:\n")
-            parts += [_ttft_table(same), ""]
+            parts += [_ttft_table(same), "", *_paid_off(same)]
         if suite == "lengths":
             parts.append("![TTFT by prompt length](figures/ttft_by_length.svg)\n")
     return parts
+
+
+def _paid_off(rows: Sequence[Row]) -> list[str]:
+    """After how many questions a workload's warming has paid off, by strategy."""
+    full, seconds = _p50(rows, FULL), rows[0].get("warm_seconds")
+    if full is None or seconds is None:
+        return []
+    found = []
+    for name in WARMED:
+        ours = _p50(rows, name)
+        saved = full - ours if ours is not None else 0.0
+        found.append(
+            f"{name} {'after ' + format(1e3 * seconds / saved, '.1f') + ' questions' if saved > 0 else 'never'}"
+        )
+    return [f"Warming took {seconds:.1f} s; it has paid off: {', '.join(found)}.\n"]
 
 
 def _ttft_table(rows: Sequence[Row]) -> str:

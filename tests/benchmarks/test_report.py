@@ -102,7 +102,27 @@ def test_ablations_do_not_narrow_the_main_table():
     ablation = quality_row(0, "query 5 %, 4 neighbours", 9.0, source="quality_ablations_m")
     assert [s.num_prompts for s in summarise([*QUALITY, ablation])] == [4, 4, 1]
     assert headline([*QUALITY, ablation], SPEED) == headline(QUALITY, SPEED)
-    assert "Ablations on hotpotqa" in page([*QUALITY, ablation], SPEED)
+    text = page([*QUALITY, ablation], SPEED)
+    assert "Ablations on hotpotqa" in text
+    assert "\nratio:\n\n| reuse |" in text
+    assert "\nanchor:" not in text, "no such arm was measured"
+
+
+def test_page_says_what_quality_was_measured_on():
+    from kvbench.markdown import page
+
+    rows = [row | {"machine": MACHINE | {"commit": commit}} for row in QUALITY for commit in ("abc", "def")]
+    text = page(rows, [])
+    assert text.count("Measured on: CPU, 2 threads") == 2
+    assert text.index("kvboost-rag abc") < text.index("kvboost-rag def")
+
+
+def test_page_says_when_warming_has_paid_off():
+    from kvbench.markdown import page
+
+    rows = [("full prefill (reuse off)", 400.0), ("none", 100.0), ("query 5 %", 500.0)]
+    text = page([], [speed_row(name, p50, suite="workload turns", warm_seconds=6.0) for name, p50 in rows])
+    assert "Warming took 6.0 s; it has paid off: none after 20.0 questions, query 5 % never." in text
 
 
 def test_page_says_where_it_loses_and_what_did_not_run():
