@@ -24,6 +24,21 @@ def rows_of(bench) -> dict[str, dict]:
     return {row["name"]: row for row in map(json.loads, bench.args.out.read_text().splitlines())}
 
 
+def test_peers_are_timed_for_one_token(bench, tiny_model):
+    from kvbench.peers import LangChainPipeline, LlamaIndexLLM, one_token
+    from kvbench.workloads import reordered
+
+    pytest.importorskip("langchain_huggingface")
+    pytest.importorskip("llama_index.llms.huggingface")
+    prompt = reordered(bench.documents(2), 2, 1)[0]
+    with bench.engine() as engine:
+        for peer in (LangChainPipeline, LlamaIndexLLM):
+            answer = peer(engine.model, engine.tokens).first_token(prompt)
+            assert engine.tokens.count(answer.token) <= 4, peer.name
+        with pytest.raises(ValueError, match="answered with 9 tokens"):
+            one_token(engine.tokens.decode(engine.tokens.ids("one two three four")[:9]), engine.tokens)
+
+
 def test_core(bench, capsys):
     import ttft
 
