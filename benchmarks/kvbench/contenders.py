@@ -137,7 +137,10 @@ class Oracle(Plain):
 
 
 class PrefixByHand(Plain):
-    """transformers with a cache kept by hand: the longest common beginning with the last prompt is reused."""
+    """transformers with a cache kept by hand: the longest common beginning with the last prompt is reused.
+
+    One shorter than a tenth of the prompt is not: behind a past, attention runs with a mask, which costs more.
+    """
 
     name = "transformers, last prompt's cache kept by hand"
 
@@ -155,8 +158,11 @@ class PrefixByHand(Plain):
             length = min(old.shape[1], ids.shape[1] - 1)
             differs = (old[0, :length] != ids[0, :length]).nonzero()
             common = int(differs[0]) if len(differs) else length
-            cache = held
-            cache.crop(common - cache.get_seq_length())
+            if 10 * common >= ids.shape[1]:
+                cache = held
+                cache.crop(common - cache.get_seq_length())
+            else:
+                common = 0
         token = self._generate(ids, **{cache_argument(self.model): cache})
         self._held = (ids, cache)
         return FirstToken(token, ids.shape[1], common)
