@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbench.arms import ABLATIONS, BASELINE
 from kvbench.contenders import FULL, Oracle
-from kvbench.summary import ArmSummary, Row, summarise
+from kvbench.summary import ArmSummary, Row, is_side_table, summarise
 
 INTRO = """# Benchmarks
 
@@ -39,7 +39,7 @@ def page(quality: Sequence[Row], speed: Sequence[Row]) -> str:
 def headline(quality: Sequence[Row], speed: Sequence[Row]) -> str:
     """What README quotes, markers included."""
     lines = ["<!-- headline -->"]
-    arms = [s for s in summarise(quality) if s.dataset == "hotpotqa" and "ablations" not in s.source]
+    arms = [s for s in summarise(quality) if s.dataset == "hotpotqa" and not is_side_table(s.source)]
     shown = [s for s in arms if s.model == arms[0].model and s.arm in HEADLINE_ARMS]
     if shown:
         first = shown[0]
@@ -164,7 +164,7 @@ def _ttft_table(rows: Sequence[Row]) -> str:
 def _losses(summaries: Sequence[ArmSummary], speed: Sequence[Row]) -> list[str]:
     """What the figures say against us, found by rule and not by taste."""
     found = []
-    for s in summaries:
+    for s in (s for s in summaries if not is_side_table(s.source)):
         where = f"- {s.dataset}, {s.model}: {s.arm}"
         if s.shift is not None and s.shift.high < 0:
             found.append(f"{where} answers fewer questions than full prefill ({s.shift.text(percent=True)}).")

@@ -68,6 +68,12 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
     ]
 
 
+def is_side_table(source: str) -> bool:
+    """Whether a file of results only shows what makes the difference, on a part of the prompts: `*ablations*`,
+    `*strategies*`."""
+    return "ablations" in source or "strategies" in source
+
+
 def summarise(rows: Iterable[Row]) -> list[ArmSummary]:
     """By file, model, data set and arm, in the order of the lines. Only prompts that every arm of a data set has
     answered count, so that arms are compared on the same prompts."""
