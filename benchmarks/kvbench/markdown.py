@@ -49,17 +49,23 @@ def headline(quality: Sequence[Row], speed: Sequence[Row]) -> str:
             for s in shown
         ]
         lines += [table(["reuse", "KL first", "KL mean", "identical", "TTFT full ÷"], rows), ""]
-    core = [row for row in speed if row["suite"] == "core" and "failure" not in row]
-    if core:
-        one = core[0]
+    timed = _suite(speed, "peers") or _suite(speed, "core")
+    if timed:
+        one = timed[0]
         lines.append(
             f"{one['model']} {one['dtype']}, {one['prompt_tokens']:.0f} prompt tokens in {one['documents']} documents, "
-            f"{one['machine']['processor']} ({one['machine']['threads']} threads); `benchmarks/ttft.py`:\n"
+            f"{one['machine']['processor']} ({one['machine']['threads']} threads); "
+            f"`benchmarks/ttft.py {one['suite']}`:\n"
         )
-        lines += [_ttft_table(core), ""]
+        lines += [_ttft_table(timed), ""]
     if len(lines) == 1:
         lines += ["No results yet: `benchmarks/quality.py` and `benchmarks/ttft.py` make them.", ""]
     return "\n".join([*lines, "<!-- /headline -->"])
+
+
+def _suite(speed: Sequence[Row], name: str) -> list[Row]:
+    """Rows of a suite that ran."""
+    return [row for row in speed if row["suite"] == name and "failure" not in row]
 
 
 def _quality(summaries: Sequence[ArmSummary], rows: Sequence[Row]) -> list[str]:
