@@ -108,6 +108,13 @@ def test_ablations_do_not_narrow_the_main_table():
     assert "\nanchor:" not in text, "no such arm was measured"
 
 
+def test_headline_is_of_the_largest_run():
+    from kvbench.markdown import headline
+
+    small = [row | {"source": "quality_a", "model": "a"} for row in QUALITY if row["case"] == "c0"]
+    assert headline([*small, *QUALITY], SPEED) == headline(QUALITY, SPEED)
+
+
 def test_page_says_what_quality_was_measured_on():
     from kvbench.markdown import page
 
