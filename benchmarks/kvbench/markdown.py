@@ -75,7 +75,7 @@ def _quality(summaries: Sequence[ArmSummary], rows: Sequence[Row]) -> list[str]:
     for key in dict.fromkeys((s.source, s.model, s.dataset) for s in summaries):
         arms = [s for s in summaries if (s.source, s.model, s.dataset) == key]
         ablations = "ablations" in key[0]
-        what = "Ablations on " if ablations else ""
+        what = "Ablations on " if ablations else "Strategies side by side on " if is_side_table(key[0]) else ""
         parts.append(f"### {what}{key[2]}, {key[1]} ({arms[0].num_prompts} prompts)\n")
         parts += [f"Measured on: {where}\n" for where in _machines(rows, key[0], key[2])]
         for title, shown in _ablations(arms) if ablations else [("", arms)]:
