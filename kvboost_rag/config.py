@@ -202,7 +202,8 @@ class EncodingConfig:
             with another one are encoded again when they are needed.
         batch_size: chunks encoded in one forward. Above 1 a chunk that is encoded again alone may differ in the last
             bits, and so may a cold answer from a warm one: matrix kernels round differently at other batch shapes.
-        block_tokens: block length of the exact path; only whole blocks are found again in a longer prompt.
+        block_tokens: block length of the exact path (its first blocks are shorter); only whole blocks are found again
+            in a longer prompt.
         neighbours: how many similar chunks of the corpus `warm` encodes a chunk behind; default 4
             (`KVBOOST_NEIGHBOURS`). 0: none, and nothing is embedded.
         groups: `warm` encodes new chunks in groups of up to `neighbours` + 1 similar ones, in one forward, each behind
@@ -219,7 +220,7 @@ class EncodingConfig:
     separator: str = "\n\n"
     quantization: str | None = None
     batch_size: int = 1
-    block_tokens: int = 128
+    block_tokens: int = 256
     neighbours: int | None = None
     groups: bool = False
     embedder: Any = field(default=None, repr=False, hash=False)

@@ -65,7 +65,7 @@ class Pipeline:
     def exact(self, located: LocatedPrompt, namespace: str, room: int, clock: StageClock) -> Prepared:
         """A prefix cache over the whole prompt. Whole blocks are found and stored; the rest is left to decoding."""
         ids = located.token_ids
-        whole = (len(ids) - 1) // self.prefixes.block_tokens * self.prefixes.block_tokens
+        whole = self.prefixes.whole(len(ids) - 1)
         cache = BufferCache(self.buffers.take(len(ids) + room))
         loaded = self.prefixes.load(cache, ids[:whole], namespace)
         clock.lap("load_ms")

@@ -1,13 +1,13 @@
 """The exact path: KV of true full-context forwards, stored in blocks under chained prefix hashes.
 
 Blocks are computed one a forward, cold or warm, so that a prompt of which some blocks were found runs the very same
-forwards for the others as one of which none was: bit-equal, not only close.
+forwards for the others as one of which none was: bit-equal, not only close. Each is a partial forward over the block's
+rows: with the model's own attention the mask over what stands in front would cost more than the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,33 +15,51 @@ from transformers import PreTrainedModel
 from kvboost_rag import quantization
 from kvboost_rag.chunk_keys import ROOT_HASH, prefix_hash
 from kvboost_rag.datamodels import ChunkKV, EntryCheck, StoreEntry
-from kvboost_rag.models.hf_cache import BufferCache, cache_argument, kv_module
+from kvboost_rag.models.hf_cache import BufferCache
+from kvboost_rag.models.row_forward import RowPlan, observe_rows
 from kvboost_rag.stores.base import Store
+
+FIRST_BLOCK_TOKENS = 64
 
 
 class PrefixCache:
     """Finds and fills the exact beginning of a prompt, block by block.
 
     Args:
-        block_tokens: tokens a block; only whole blocks are found again in a longer prompt.
+        block_tokens: tokens a block; only whole blocks are found again in a longer prompt. The first ones are shorter
+            (64, 64, 128, …), so that short prompts have some too; long ones make fewer forwards.
     """
 
-    def __init__(self, store: Store, model: PreTrainedModel, fingerprint: str, block_tokens: int = 128) -> None:
+    def __init__(self, store: Store, model: PreTrainedModel, fingerprint: str, block_tokens: int = 256) -> None:
         self.store = store
         self.model = model
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
-        self._module = kv_module(model)
 
     def blocks(self, token_ids: Sequence[int], namespace: str) -> list[tuple[str, str, tuple[int, ...]]]:
         """(prefix hash, preceding hash, token ids) of every block; the last one may be shorter."""
-        result, preceding = [], ROOT_HASH
-        for start in range(0, len(token_ids), self.block_tokens):
-            ids = tuple(token_ids[start : start + self.block_tokens])
+        result, preceding, start = [], ROOT_HASH, 0
+        for end in (*self._ends(len(token_ids)), len(token_ids)):
+            if end == start:
+                continue
+            ids, start = tuple(token_ids[start:end]), end
             key = prefix_hash(self.fingerprint, namespace, preceding, ids)
             result.append((key, preceding, ids))
             preceding = key
         return result
+
+    def whole(self, num_tokens: int) -> int:
+        """How many of so many tokens lie in whole blocks."""
+        return max(self._ends(num_tokens), default=0)
+
+    def _ends(self, num_tokens: int) -> list[int]:
+        """Where whole blocks end."""
+        ends, end, size = [], 0, min(FIRST_BLOCK_TOKENS, self.block_tokens)
+        while end + size <= num_tokens:
+            end += size
+            ends.append(end)
+            size = min(self.block_tokens, max(size, end))
+        return ends
 
     def load(self, cache: BufferCache, token_ids: Sequence[int], namespace: str) -> int:
         """Place the longest stored beginning of `token_ids` into the cache's buffer; returns its length in tokens."""
@@ -63,21 +81,19 @@ class PrefixCache:
         `token_ids` is what was given to `load`.
         """
         buffer, start = cache.buffer, cache.buffer.length
-        for key, preceding, ids in self.blocks(token_ids, namespace)[-(-start // self.block_tokens) :]:
-            self._forward(cache, ids)
-            kv = buffer.read(buffer.length - len(ids), buffer.length)
-            self._put(key, preceding, ids, namespace, kv)
+        tokens = torch.tensor(token_ids, device=self.model.get_input_embeddings().weight.device)
+        end = 0
+        for key, preceding, ids in self.blocks(token_ids, namespace):
+            first, end = end, end + len(ids)
+            if first < start:  # loaded
+                continue
+            # Nothing behind the block is handed over: its bits must not depend on the prompt's length.
+            with torch.no_grad():
+                observe_rows(self.model, buffer, tokens[:end], RowPlan(torch.arange(first, end)))
+            self._put(key, preceding, ids, namespace, buffer.read(first, end))
         return buffer.length - start
 
     def _put(self, key: str, preceding: str, ids: tuple[int, ...], namespace: str, kv: ChunkKV) -> None:
         # Never quantised: an exact hit must give the bits that the forward gave.
         tensors, meta = quantization.encode(kv)
         self.store.put(StoreEntry(key, namespace, self.fingerprint, ids, preceding, tensors, meta))
-
-    @torch.no_grad()
-    def _forward(self, cache: BufferCache, ids: tuple[int, ...]) -> None:
-        device = self.model.get_input_embeddings().weight.device
-        start = cache.buffer.length
-        kwargs: dict[str, Any] = {cache_argument(self.model): cache}
-        positions = torch.arange(start, start + len(ids), device=device)[None]
-        self._module(input_ids=torch.tensor([ids], device=device), position_ids=positions, use_cache=True, **kwargs)
