@@ -25,7 +25,7 @@ class Runner(ExitStack):
         super().__init__()
         self._loaded = load_model(model, dtype=dtype)
         self._answer_tokens = answer_tokens
-        self._engines: dict[tuple[int, str, str, bool], KVBoost] = {}
+        self._engines: dict[tuple[int, str, str, bool, int | None], KVBoost] = {}
         self._near: dict[str, list[str]] = {}
         self.count_tokens = self._engine(0, "none", "auto").tokens.count
 
@@ -56,7 +56,7 @@ class Runner(ExitStack):
 
     def _warmed(self, shaped: Case, original: Case, arm: Arm) -> KVBoost:
         anchor = {"bos": self._loaded.tokenizer.bos_token or "", "head": self._head(shaped)}.get(arm.anchor, arm.anchor)
-        engine = self._engine(arm.neighbours, arm.quantization, anchor, arm.needs_sensitivity)
+        engine = self._engine(arm.neighbours, arm.quantization, anchor, arm.needs_sensitivity, arm.chunk_tokens)
         if arm.edited:
             engine.warm(original.documents, neighbours=None)  # what stands in the prompt is not what was indexed
             return engine
@@ -71,8 +71,16 @@ class Runner(ExitStack):
         text = prompt if isinstance(prompt, str) else engine.tokens.render(prompt)
         return text[: min((text.find(d) for d in case.documents if d in text), default=0)].rstrip()
 
-    def _engine(self, neighbours: int, quantization: str, anchor: str, sensitivity: bool = False) -> KVBoost:
-        key = neighbours, quantization, anchor, sensitivity
+    def _engine(
+        self,
+        neighbours: int,
+        quantization: str,
+        anchor: str,
+        sensitivity: bool = False,
+        chunk_tokens: int | None = None,
+    ) -> KVBoost:
+        # One for each chunk size: a whole document that is known would be found before its pieces.
+        key = neighbours, quantization, anchor, sensitivity, chunk_tokens
         if key not in self._engines:
             encoding = EncodingConfig(anchor=anchor, quantization=quantization, sensitivity=sensitivity)
             engine = KVBoost(self._loaded, store=MemoryStore(STORE_BYTES), encoding=encoding, profile=None)

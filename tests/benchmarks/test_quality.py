@@ -196,3 +196,28 @@ def test_wrong_arguments_are_said_before_anything_is_loaded(tmp_path: Path, argu
     monkeypatch.setattr(sys, "argv", ["quality.py", "--out", str(tmp_path / "o"), *arguments])
     with pytest.raises(SystemExit, match=arguments[1]):
         quality.main()
+
+
+def test_chunk_sizes_are_reused_as_such(model_folder, monkeypatch):
+    """A document that is known whole must not stand in for its pieces."""
+    from kvbench import runner as module
+    from kvbench.arms import Arm
+    from kvbench.cases import Case
+
+    from kvboost_rag.repair import NoRepair
+
+    document = " ".join(f"The store number {n} holds keys and values." for n in range(20))
+    question = f"{document}\n\nWhat do they hold?"
+    case = Case("made", "made-0", (document,), ("keys",), (("user", question),))
+    compare, num_chunks = module.compare, []
+
+    def counting(engine, *args):
+        num_chunks.append(len(engine.store.catalog))
+        return compare(engine, *args)
+
+    monkeypatch.setattr(module, "compare", counting)
+    arms = [Arm(NoRepair(), 0.0, chunk_tokens=size) for size in (None, 64, 128)]
+    with module.Runner(model_folder, "float32", 3) as runner:
+        assert len(list(runner.rows(case, arms))) == len(arms)
+    assert num_chunks[0] == 1
+    assert num_chunks[1] > num_chunks[2] > 1
