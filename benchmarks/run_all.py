@@ -19,7 +19,7 @@ from kvbench.machine import ROOT
 
 MODELS = ("bundled:smollm2", "bundled:gemma3")
 ABLATION_CASES = 20
-QUICK_QUALITY_MINUTES = 5
+QUICK_QUALITY_MINUTES = 4
 
 
 def commands(args: argparse.Namespace) -> list[list[str]]:
