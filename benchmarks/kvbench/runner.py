@@ -43,7 +43,9 @@ class Runner(ExitStack):
             key = arm.chunk_tokens, arm.edited
             if key not in references:
                 shaped = self._shaped(case, arm)
-                references[key] = shaped, reference_answer(self._engine(0, "none", "auto"), shaped, self._answer_tokens)
+                # An engine that cuts the prompt at the same places, so that the token ids are the same.
+                plain = self._engine(0, "none", "auto", chunk_tokens=arm.chunk_tokens)
+                references[key] = shaped, reference_answer(plain, shaped, self._answer_tokens)
             shaped, reference = references[key]
             engine = self._warmed(shaped, case, arm)
             ours = compare(engine, shaped, reference, arm.strategy, arm.ratio)
