@@ -232,6 +232,8 @@ class EncodingConfig:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected a string")
         _check_encoding(self.neighbours, self.quantization)
+        if self.neighbours is None:
+            _env_int(os.environ, "KVBOOST_NEIGHBOURS")  # what cannot be used is said before a model is loaded
         for name in ("batch_size", "block_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -74,6 +74,9 @@ def test_four_neighbours_are_the_default(monkeypatch: pytest.MonkeyPatch) -> Non
     assert EncodingConfig().resolve().neighbours == 4
     monkeypatch.setenv("KVBOOST_NEIGHBOURS", "1")
     assert EncodingConfig().resolve().neighbours == 1
+    monkeypatch.setenv("KVBOOST_NEIGHBOURS", "some")
+    with pytest.raises(ConfigError, match="KVBOOST_NEIGHBOURS='some'"):
+        EncodingConfig()
     with pytest.raises(ConfigError, match="neighbours=-1"):
         EncodingConfig(neighbours=-1)
 
