@@ -91,7 +91,7 @@ class Decoder:
         kwargs["generation_config"] = self._generation_config(params, extra)
         if start.cache is not None:
             kwargs[cache_argument(self.model)] = start.cache
-        with self._final_pass(start) as rows, _seeded(params.seed):
+        with self._final_pass(start) as rows, _seeded(params.seed, self.model.device):
             self.model.generate(
                 start.token_ids[None],
                 attention_mask=torch.ones_like(start.token_ids)[None],
@@ -216,15 +216,21 @@ class _Watch(StoppingCriteria):  # type: ignore[misc]
 class _seeded:  # noqa: N801 - reads as a context manager function
     """Sampling from a seed of its own, without disturbing the caller's random state."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, device: torch.device) -> None:
         self._seed = seed
+        self._gpus = [device] if device.type == "cuda" else []
         self._fork: Any = None
 
     def __enter__(self) -> None:
-        if self._seed is not None:
-            self._fork = torch.random.fork_rng()
-            self._fork.__enter__()
-            torch.manual_seed(self._seed)
+        if self._seed is None:
+            return
+        # Only the model's device: torch's defaults initialise and seed every GPU of the machine.
+        self._fork = torch.random.fork_rng(devices=self._gpus)
+        self._fork.__enter__()
+        torch.default_generator.manual_seed(self._seed)
+        for gpu in self._gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(self._seed)
 
     def __exit__(self, *exc: Any) -> None:
         if self._fork is not None:

@@ -149,6 +149,6 @@ def context_sensitivity(kv: ChunkKV, alone: ChunkKV) -> torch.Tensor:
             (new.float() - old.float()).square().sum((1, 3)) / old.float().square().sum((1, 3)).clamp_min(1e-12)
             for new, old in ((key, alone_key), (value, alone_value))
         ]
-        layers.append(((squares[0] + squares[1]) / 2).sqrt())
+        layers.append(((squares[0] + squares[1]) / 2).sqrt().cpu())  # groups may lie on several devices
     distance = torch.cat(layers).mean(0)
     return distance.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)

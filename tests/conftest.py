@@ -95,7 +95,7 @@ def tiny_model(tiny_tokenizer: PreTrainedTokenizerBase) -> TinyModel:
         if fields["head_dim"] is None:  # some configs derive it and refuse to be told
             del fields["head_dim"]
         config = AutoConfig.for_model(model_type, **fields)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         return load_model(model.requires_grad_(False), tokenizer=tiny_tokenizer)

@@ -49,25 +49,27 @@ class RotarySource:
     @cached_property
     def _sin_first(self) -> bool:
         """GPT-J and its kin return (sin, cos). At position 0 the sine is 0 and the cosine is not."""
-        device = next((b.device for b in self.module.buffers()), torch.device("cpu"))
-        out = self._call(torch.zeros(1, dtype=torch.long, device=device))
+        out = self._call(torch.zeros(1, dtype=torch.long))
         return isinstance(out, tuple) and not out[0].any() and bool(out[1].all())
 
     def _call(self, positions: torch.Tensor) -> Any:
-        reference = torch.empty(1, dtype=torch.float32, device=positions.device)
-        return self.module(**{self.input_name: reference, "position_ids": positions[None]}, **self.kwargs)
+        # Where the module lies: a model may be spread over devices.
+        device = next((b.device for b in self.module.buffers()), positions.device)
+        reference = torch.empty(1, dtype=torch.float32, device=device)
+        return self.module(**{self.input_name: reference, "position_ids": positions[None].to(device)}, **self.kwargs)
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of `positions` (`[num_positions]`), each `[num_positions, rotary_dim // 2]`, float32.
 
-        One column per rotated pair, whatever layout the module uses. Attention scaling is included.
+        One column per rotated pair, whatever layout the module uses, on the device of `positions`. Attention scaling is
+        included.
 
         Raises:
             ValueError: the module returns something that is not cos and sin of one angle per pair.
         """
         out = self._call(positions)
         if isinstance(out, torch.Tensor) and out.is_complex():
-            angles = out.reshape(len(positions), -1)
+            angles = out.reshape(len(positions), -1).to(positions.device)
             return angles.real.float(), angles.imag.float()
         if not (isinstance(out, tuple) and len(out) == 2 and all(isinstance(t, torch.Tensor) for t in out)):
             raise ValueError(f"{type(self.module).__name__} does not return cos and sin")
@@ -75,7 +77,7 @@ class RotarySource:
         if cos.shape[0] != len(positions):
             raise ValueError(f"{type(self.module).__name__} returns {cos.shape[0]} rows for {len(positions)} positions")
         columns = _pair_columns(cos, sin)
-        return cos[:, columns].contiguous(), sin[:, columns].contiguous()
+        return cos[:, columns].contiguous().to(positions.device), sin[:, columns].contiguous().to(positions.device)
 
 
 def _pair_columns(cos: torch.Tensor, sin: torch.Tensor) -> slice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,6 +10,14 @@ from kvboost_rag.datamodels import StoreEntry
 from kvboost_rag.stores.budget import DEFAULT_RATIO
 from kvboost_rag.stores.eviction import EvictionPolicy
 from kvboost_rag.stores.memory import MemoryStore
+from kvboost_rag.stores.payload import own
+
+
+@dataclass(frozen=True)
+class _Arriving(StoreEntry):
+    """An entry with the event behind the copies that bring it to the device."""
+
+    arrival: torch.cuda.Event = field(kw_only=True)
 
 
 class DeviceStore(MemoryStore):
@@ -43,7 +51,6 @@ class DeviceStore(MemoryStore):
         if self.device.type != "cuda":
             raise ValueError(f"device={str(device)!r}: a device tier needs a CUDA device; use the memory tier")
         self._stream = torch.cuda.Stream(self.device)
-        self._arrivals: dict[str, torch.cuda.Event] = {}
         super().__init__(budget_bytes, kv_cache_size_ratio=kv_cache_size_ratio, policy=policy, pin_memory=False)
 
     def _total_bytes(self) -> int:
@@ -55,19 +62,16 @@ class DeviceStore(MemoryStore):
         # What is already on the device may still be being computed by the stream that the caller uses.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            tensors = {n: t.to(self.device, non_blocking=True).contiguous() for n, t in entry.tensors.items()}
-            self._arrivals[entry.key] = self._stream.record_event()
-        return replace(entry, tensors=tensors)
-
-    def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
-        entry, reason = super()._load(key)
-        if entry is not None:
-            reader = torch.cuda.current_stream(self.device)
-            reader.wait_event(self._arrivals[key])
+            held = own(entry, self.device, non_blocking=True)
             for tensor in entry.tensors.values():
-                tensor.record_stream(reader)  # the allocator may not hand its memory on while the reader uses it
-        return entry, reason
+                if tensor.is_cuda:
+                    tensor.record_stream(self._stream)
+            return _Arriving(**vars(held), arrival=self._stream.record_event())
 
-    def _drop(self, key: str, reason: str) -> StoreEntry | None:
-        self._arrivals.pop(key, None)
-        return super()._drop(key, reason)
+    def _readable(self, entry: StoreEntry) -> StoreEntry:
+        held = {**vars(entry)}
+        reader = torch.cuda.current_stream(self.device)
+        reader.wait_event(held.pop("arrival"))
+        for tensor in entry.tensors.values():
+            tensor.record_stream(reader)  # the allocator may not hand its memory on while the reader uses it
+        return StoreEntry(**held)

@@ -20,8 +20,9 @@ OnEvict = Callable[[StoreEntry], None]
 class MemoryStore(Store):
     """Holds entries in host memory, evicting by `policy` when the budget is reached.
 
-    Bytes are the payload's tensor bytes (`StoreEntry.num_bytes`); room is made before an entry comes in. `put` keeps
-    the given tensors where they hold nothing but their own bytes, and copies of them otherwise.
+    Bytes are the payload's tensor bytes (`StoreEntry.num_bytes`), page-locked ones as many as torch takes for them: the
+    next power of two for each tensor. Room is made before an entry comes in. `put` keeps the given tensors where they
+    hold nothing but their own bytes, and copies of them otherwise.
 
     Args:
         budget_bytes: absolute, or None for `kv_cache_size_ratio` (default 0.35) of the memory this process can have.
@@ -61,15 +62,15 @@ class MemoryStore(Store):
         with self._lock:
             self._drop_expired()
             old = self._entries.get(entry.key)
-            reason = self._make_room(entry, old.num_bytes if old else 0)
+            reason = self._make_room(entry, self._bytes_of(old) if old else 0)
             if reason is not None:
                 self.stats.put_failures[reason] += 1
                 return False
             if old is not None:
-                self._held -= old.num_bytes
+                self._held -= self._bytes_of(old)
             self._entries[entry.key] = entry
-            self._held += entry.num_bytes
-            self._policy.add(entry.key, entry.num_bytes)
+            self._held += self._bytes_of(entry)
+            self._policy.add(entry.key, self._bytes_of(entry))
             self.stats.puts += 1
             return True
 
@@ -119,11 +120,22 @@ class MemoryStore(Store):
         """`entry` in this tier's memory."""
         return own(entry, "cpu", self._pin_memory)
 
+    def _bytes_of(self, entry: StoreEntry) -> int:
+        if not self._pin_memory:
+            return entry.num_bytes
+        # What torch's allocator of page-locked memory takes.
+        return sum(1 << (t.numel() * t.element_size() - 1).bit_length() for t in entry.tensors.values() if t.numel())
+
     def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
         with self._lock:
             if self._policy.is_expired(key):
                 self._drop(key, "expired")
-            return self._entries.get(key), None
+            entry = self._entries.get(key)
+        return None if entry is None else self._readable(entry), None
+
+    def _readable(self, entry: StoreEntry) -> StoreEntry:
+        """A held entry for others to read."""
+        return entry
 
     def _on_hit(self, entry: StoreEntry) -> None:
         self._policy.hit(entry.key)
@@ -134,22 +146,22 @@ class MemoryStore(Store):
 
     def _make_room(self, entry: StoreEntry, freed_bytes: int) -> str | None:
         """Evict until `entry` fits in place of its old version of `freed_bytes`; why it cannot, or None if it can."""
-        if entry.num_bytes > self.budget_bytes:
+        needed = self._bytes_of(entry)
+        if needed > self.budget_bytes:
             return "too_large"
-        while self._held - freed_bytes + entry.num_bytes > self.budget_bytes:
+        while self._held - freed_bytes + needed > self.budget_bytes:
             victim = self._policy.victim(_Either(self._pins, entry.key))
             if victim is None:
                 return "pinned"
-            evicted = self._entries[victim]
             if self.on_evict is not None:
-                self.on_evict(evicted)
+                self.on_evict(self._readable(self._entries[victim]))
             self._drop(victim, self._policy.reason)
         return None
 
     def _drop(self, key: str, reason: str) -> StoreEntry | None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._held -= entry.num_bytes
+            self._held -= self._bytes_of(entry)
             self._policy.remove(key)
             self.stats.evictions[reason] += 1
         return entry

@@ -10,7 +10,9 @@ import torch
 from kvboost_rag.datamodels import StoreEntry
 
 
-def own(entry: StoreEntry, device: torch.device | str = "cpu", pin_memory: bool = False) -> StoreEntry:
+def own(
+    entry: StoreEntry, device: torch.device | str = "cpu", pin_memory: bool = False, non_blocking: bool = False
+) -> StoreEntry:
     """`entry` with tensors that hold exactly their own bytes on `device`.
 
     A view keeps the whole of what it was cut from alive (a chunk cut from a prompt's KV would hold the prompt), which
@@ -18,8 +20,12 @@ def own(entry: StoreEntry, device: torch.device | str = "cpu", pin_memory: bool 
 
     Args:
         pin_memory: use page-locked host memory, from which copies to an accelerator can run asynchronously.
+        non_blocking: do not wait for such copies.
     """
-    return replace(entry, tensors={name: _own(t, device, pin_memory) for name, t in entry.tensors.items()})
+    tensors = {n: _own(t.detach().to(device, non_blocking=non_blocking)) for n, t in entry.tensors.items()}
+    if pin_memory:
+        tensors = {n: t if t.is_pinned() else t.pin_memory() for n, t in tensors.items()}
+    return replace(entry, tensors=tensors)
 
 
 def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -33,10 +39,7 @@ def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def _own(tensor: torch.Tensor, device: torch.device | str, pin_memory: bool) -> torch.Tensor:
-    tensor = tensor.detach().to(device)
-    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-        tensor = tensor.contiguous().clone() if tensor.is_contiguous() else tensor.contiguous()
-    if pin_memory and not tensor.is_pinned():
-        tensor = tensor.pin_memory()
-    return tensor
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.contiguous().clone() if tensor.is_contiguous() else tensor.contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 
 from kvboost_rag.chunk_keys import content_hash, context_hash
 from kvboost_rag.datamodels import ChunkRecord, EntryCheck, StoreEntry
-from kvboost_rag.stores import DiskStore, MemoryStore, Store, TieredStore
+from kvboost_rag.stores import DeviceStore, DiskStore, MemoryStore, Store, TieredStore
+from tests.pretend_cuda import pretend_cuda
 
 FINGERPRINT = "model-a"
 NUM_BYTES = 4 * 3 * 5 * 4 + 4 * 3 * 5 * 2 + 7 + 2 * 9
@@ -87,8 +89,19 @@ STORES: dict[str, Callable[[Path], Store]] = {
 }
 
 
-@pytest.fixture(params=STORES)
+ON_DEVICES: dict[str, Callable[[Path], Store]] = {
+    "device": lambda folder: DeviceStore("cuda:0", BUDGET),
+    "device-first": lambda folder: TieredStore(
+        DeviceStore("cuda:0", NUM_BYTES), MemoryStore(2 * NUM_BYTES), DiskStore(folder, BUDGET)
+    ),
+}
+"""On a GPU that is pretended; memory is page-locked there."""
+
+
+@pytest.fixture(params=[*STORES, *ON_DEVICES])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    opened = STORES[request.param](tmp_path / "kv")
-    yield opened
-    opened.close()
+    make = STORES.get(request.param)
+    with contextlib.nullcontext() if make else pretend_cuda():
+        opened = (make or ON_DEVICES[request.param])(tmp_path / "kv")
+        yield opened
+        opened.close()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvboost_rag.datamodels import StoreEntry
-from kvboost_rag.stores import DiskStore, MemoryStore, TieredStore
+from kvboost_rag.stores import DeviceStore, DiskStore, MemoryStore, TieredStore
 from kvboost_rag.stores.budget import host_memory_bytes, resolve_budget
 from kvboost_rag.stores.eviction import POLICIES
+from tests.pretend_cuda import pretend_cuda
 from tests.stores.conftest import NUM_BYTES, build_entry, check_of, same
 
 POLICY_NAMES = [name if name != "ttl" else "ttl:3600" for name in POLICIES]
@@ -23,9 +25,13 @@ POLICY_NAMES = [name if name != "ttl" else "ttl:3600" for name in POLICIES]
 class MemoryMachine(RuleBasedStateMachine):
     """Random operations on a memory store beside a dictionary of what may be in it."""
 
+    @staticmethod
+    def make(budget_bytes: int, policy: str) -> MemoryStore:
+        return MemoryStore(budget_bytes, policy=policy)
+
     @initialize(policy=st.sampled_from(POLICY_NAMES), room=st.integers(0, 5))
     def open(self, policy: str, room: int) -> None:
-        self.store = MemoryStore(room * NUM_BYTES + 3, policy=policy)
+        self.store = self.make(room * NUM_BYTES + 3, policy)
         self.room = room
         self.latest: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
@@ -74,7 +80,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_exact_and_within_the_budget(self) -> None:
         if hasattr(self, "store"):
-            held = self.store.bytes_held["memory"]
+            held = self.store.bytes_held[self.store.tier]
             assert held == sum(info.num_bytes for info in self.store.entries()) == NUM_BYTES * len(self.store)
             assert held <= self.store.budget_bytes
 
@@ -87,6 +93,32 @@ class MemoryMachine(RuleBasedStateMachine):
 
 MemoryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestMemoryMachine = MemoryMachine.TestCase
+
+
+class DeviceMachine(MemoryMachine):
+    """The same on a pretended GPU."""
+
+    @staticmethod
+    def make(budget_bytes: int, policy: str) -> DeviceStore:
+        return DeviceStore("cuda:0", budget_bytes, policy=policy)
+
+
+def test_a_device_tier_keeps_the_same_promises() -> None:
+    with pretend_cuda():
+        run_state_machine_as_test(
+            DeviceMachine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None)
+        )
+
+
+def test_a_device_tier_holds_no_more_than_an_entry_s_own_bytes() -> None:
+    """Of what lies on the device already too."""
+    with pretend_cuda():
+        store, entry = DeviceStore("cuda:0", 10 * NUM_BYTES), build_entry(1)
+        whole = {name: torch.stack([tensor, tensor]).to("cuda:0") for name, tensor in entry.tensors.items()}
+        assert store.put(replace(entry, tensors={name: tensor[1] for name, tensor in whole.items()}))
+        found = store.get(entry.key, check_of(entry))
+        assert same(found, entry)
+        assert sum(tensor.untyped_storage().nbytes() for tensor in found.tensors.values()) == NUM_BYTES
 
 
 def test_pinned_entries_stay_and_put_refuses_when_only_they_are_left() -> None:
