@@ -76,6 +76,8 @@ class TieredStore(Store):
         if not self._fast.put(entry):
             self._fast.unpin(entry.key)
             return self._home.put(entry)
+        # What waits is the copy in memory: the given tensors may hold an accelerator's until the disk has caught up.
+        entry = self._fast._load(entry.key)[0] or entry
         with self._written:
             if entry.key in self._pending:
                 self._fast.unpin(entry.key)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +110,33 @@ def test_a_device_tier_keeps_the_same_promises() -> None:
         run_state_machine_as_test(
             DeviceMachine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None)
         )
+
+
+def test_what_waits_for_the_disk_keeps_nothing_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretend_cuda():
+        home, may_write, written = DiskStore(tmp_path / "kv", 100 * NUM_BYTES), threading.Event(), []
+        put = home.put
+
+        def put_later(entry: StoreEntry) -> bool:
+            may_write.wait()
+            written.extend(entry.tensors.values())
+            return put(entry)
+
+        monkeypatch.setattr(home, "put", put_later)
+        store = TieredStore(MemoryStore(100 * NUM_BYTES), home)
+        entry = build_entry(1)
+        on_device = {name: tensor.to("cuda:0") for name, tensor in entry.tensors.items()}
+        assert store.put(replace(entry, tensors=on_device))
+        references = [weakref.ref(tensor) for tensor in on_device.values()]
+        del on_device
+        gc.collect()
+        held = [reference for reference in references if reference() is not None]
+        may_write.set()
+        store.flush()
+        assert not held
+        assert same(home.get(entry.key, check_of(entry)), entry)
+        assert {str(tensor.device) for tensor in written} == {"cpu"}
+        store.close()
 
 
 def test_a_device_tier_holds_no_more_than_an_entry_s_own_bytes() -> None:
