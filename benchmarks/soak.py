@@ -209,7 +209,7 @@ class Soak:
 
     def _open(self) -> KVBoost:
         memory, disk = self.budgets
-        tiers = MemoryStore(memory, policy="lru"), DiskStore(self.folder, disk, policy="lru")
+        tiers = MemoryStore(memory, policy="lru", pin_memory=False), DiskStore(self.folder, disk, policy="lru")
         return KVBoost(self.loaded, store=InOrder(*tiers, write_back=False), config=ReuseConfig(disk_load="always"))
 
     def _measure(self) -> tuple[dict[str, int], dict[str, int]]:

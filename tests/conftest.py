@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +36,18 @@ TRAINING_TEXT = [
     "def rotate(keys, positions):\n    return keys * cos(positions) + half(keys) * sin(positions)\n",
     "You are a helpful assistant. Answer from the documents. system user assistant",
 ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A machine's GPU changes no test (it would page-lock memory and be the commands' device) unless `-m gpu` asks."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        if "gpu" not in request.config.getoption("markexpr"):
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setattr(torch.cuda, "device_count", lambda: 0)
+        yield
 
 
 @pytest.fixture(scope="session")
