@@ -14,6 +14,7 @@ from kvboost_rag.datamodels import ChunkKV
 from kvboost_rag.models import hf_cache
 from kvboost_rag.models.kv_buffer import KVLayout
 from kvboost_rag.realign import PositionTables, position_free
+from kvboost_rag.timing import gpus_of, synchronise
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,7 @@ class Encoder:
 
     def synchronise(self) -> None:
         """Wait for what was computed, so that a clock may be read."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronise(gpus_of(self.model))
 
     def encode(self, job: EncodingJob) -> ChunkKV:
         """Position-free KV of the job's chunk, keys `[num_layers_in_group, num_kv_heads, seq_len, key_head_dim]`.

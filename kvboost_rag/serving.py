@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from kvboost_rag.pipeline import Pipeline, Prepared, plain
 from kvboost_rag.repair import RepairStrategy
 from kvboost_rag.report import Outcome, build_result
 from kvboost_rag.rewritten import RewrittenNotice
-from kvboost_rag.timing import StageClock
+from kvboost_rag.timing import StageClock, gpus_of
 from kvboost_rag.worker import Cancelled
 
 if TYPE_CHECKING:
@@ -61,13 +62,17 @@ class Server:
     counts: Counter[str] = field(default_factory=Counter)
     _notice: RewrittenNotice = field(default_factory=RewrittenNotice)
 
+    @cached_property
+    def _gpus(self) -> tuple[torch.device, ...]:
+        return gpus_of(self.model)
+
     def serve(self, request: Request, on_text: Callable[[str], None], cancelled: threading.Event) -> GenerationResult:
         """Segment, look up, load, realign, repair, decode.
 
         Raises:
             Cancelled: nobody waits any more, and no token was computed yet.
         """
-        clock = StageClock(request.started, self.model.device.type)
+        clock = StageClock(request.started, self._gpus)
         self.counts["requests"] += 1
         located, fault = self._locate_or_fall_back(request)
         if self.pipeline is not None and request.config.reuse == "blend" and fault is None:
@@ -91,7 +96,7 @@ class Server:
         """Logits behind the prompt and behind each token of `continuation`, float32 `[len + 1, vocab_size]`."""
         located = self.locate(request)
         self._room(len(located.token_ids) + len(continuation), request.params)
-        clock = StageClock(request.started, self.model.device.type)
+        clock = StageClock(request.started, self._gpus)
         with self._pinned(located, request.config):
             prepared = self._prepare(located, request, max(1, len(continuation)), clock)
             logits = self.decoder.score(prepared.start, continuation)

@@ -97,6 +97,12 @@ def test_a_model_spread_over_gpus(model_folder, monkeypatch):
         groups = engine.probe.require_layout.groups
         assert [(group.layers, str(group.device)) for group in groups] == [((0,), "cuda:0"), ((1, 2), "cuda:1")]
         assert answers(engine) == expected
+        waited_for, synchronize = set(), torch.cuda.synchronize
+        monkeypatch.setattr(
+            torch.cuda, "synchronize", lambda device: waited_for.add(str(device)) or synchronize(device)
+        )
+        engine.generate(prompt(0, 1), params=ANSWER)
+        assert waited_for == {"cuda:0", "cuda:1"}, "or stage times would be another's"
 
 
 def test_logits_do_not_depend_on_the_tier(tiny_model, tmp_path, monkeypatch):
