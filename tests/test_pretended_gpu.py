@@ -24,11 +24,11 @@ DOCUMENTS = [
     "def rotate(keys, positions):\n    return keys * cos(positions) + half(keys) * sin(positions)\n",
 ]
 ANSWER = GenerationParams(max_new_tokens=5)
-VARIANTS = {
-    "llama": ({}, {"sensitivity": True}),
-    "gemma3_text": ({"sliding_window": 32}, {"quantization": "k8v4"}),
-    "phi3": ({}, {"quantization": "k8v8"}),
-}
+VARIANTS = [
+    ("llama", {}, {"sensitivity": True}, "disk"),
+    ("gemma3_text", {"sliding_window": 32}, {"quantization": "k8v4"}, "memory"),
+    ("phi3", {}, {"quantization": "k8v8"}, "memory"),
+]
 
 
 def prompt(*order: int) -> list[dict[str, str]]:
@@ -56,11 +56,9 @@ def answers(engine: KVBoost) -> dict[str, tuple]:
     return found
 
 
-@pytest.mark.parametrize("model_type", VARIANTS)
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_answers_are_those_of_a_cpu(tiny_model, tmp_path, monkeypatch, model_type, place):
+@pytest.mark.parametrize(("model_type", "fields", "encoding", "place"), VARIANTS, ids=[v[0] for v in VARIANTS])
+def test_answers_are_those_of_a_cpu(tiny_model, tmp_path, monkeypatch, model_type, fields, encoding, place):
     monkeypatch.setenv("KVBOOST_KERNELS", "off")  # they need a GPU's memory, or the interpreter
-    fields, encoding = VARIANTS[model_type]
     found = {}
     for device in ("cpu", "cuda:1"):
         loaded = tiny_model(model_type, num_hidden_layers=3, **fields)
