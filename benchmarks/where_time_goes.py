@@ -7,15 +7,18 @@ pass over the chosen rows are run under torch's profiler, each after a run that 
 of matrix products, of attention, and of everything else, beside the pass's share of full prefill: its rows in full
 prefill's time a row (products), its pairs of row and visible position in full prefill's time a pair (attention). Full
 prefill is where both run best on this machine, so the share is a floor for the pass. Products of the attention mass
-count as attention.
+count as attention. Before that: placing all chunks, beside a plain copy of as many bytes, which is memory bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,10 +29,12 @@ from kvbench.workloads import reordered
 from torch.profiler import ProfilerActivity, profile
 
 from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.assemble import PlacedEntry, assemble
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 from kvboost_rag.models.kv_buffer import KVBuffer
 from kvboost_rag.models.load import load_model
 from kvboost_rag.models.row_forward import RowPlan, observe_rows, row_forward
+from kvboost_rag.realign import PositionTables
 from kvboost_rag.repair import QueryRepair, RepairContext, RepairStrategy
 from kvboost_rag.repair.query import AttentionMass
 from kvboost_rag.stores import MemoryStore
@@ -111,6 +116,37 @@ def warmed_engine(args: argparse.Namespace) -> Iterator[tuple[KVBoost, str]]:
         yield engine, reordered(documents, args.documents, 1)[0].text(engine.tokens)
 
 
+def placement(engine: KVBoost, repeats: int = 9) -> str:
+    """Median times of placing every stored chunk, and its two halves' plain copies."""
+    records = engine.store.catalog.get_many(list(engine.store.keys())).values()
+    entries = [chunk.payload for record in records if (chunk := engine.library.load(record)) is not None]
+    layout, starts = engine.probe.require_layout, [0]
+    for entry in entries:
+        starts.append(starts[-1] + len(entry.token_ids))
+    buffer, tables = KVBuffer(layout, starts[-1]), PositionTables.of(layout, starts[-1])
+    placed = [PlacedEntry(entry, start) for entry, start in zip(entries, starts, strict=False)]
+
+    def copy(kind: str, buffers: Sequence[torch.Tensor]) -> None:
+        for entry, start, end in zip(entries, starts, starts[1:], strict=False):
+            for index, target in enumerate(buffers):
+                target[:, :, start:end].copy_(entry.tensors[f"{kind}.{index}"])
+
+    def median_ms(run: Callable[[], None]) -> float:
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+
+    whole = median_ms(lambda: assemble(buffer, placed, tables))
+    keys, values = (median_ms(partial(copy, *of)) for of in (("keys", buffer.keys), ("values", buffer.values)))
+    return (
+        f"placing {len(entries)} chunks ({sum(entry.num_bytes for entry in entries) / 1e6:.0f} MB): {whole:.1f} ms; "
+        f"copied without rotation: keys {keys:.1f} ms, values {values:.1f} ms"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=16)
@@ -120,6 +156,7 @@ def main() -> None:
     print(f"{args.model} {args.dtype}; {this_machine().line()}\n")
     watched = Watched()
     with warmed_engine(args) as (engine, prompt):
+        print(placement(engine) + "\n")
         engine.generate(prompt, repair=watched, recompute_ratio=0.05, params=GenerationParams(max_new_tokens=1))
     full = watched.passes[0]
     table = []

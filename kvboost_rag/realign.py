@@ -12,8 +12,9 @@ from kvboost_rag.models.kv_buffer import KVBuffer, KVLayout
 from kvboost_rag.models.rope import Rotation
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-CACHED_ELEMENTS = 1 << 18
-"""Key elements rotated at once on a CPU, so that their float32 intermediates stay in a core's cache."""
+CACHED_ELEMENTS = 1 << 20
+"""Key elements rotated at once on a CPU: few enough that their float32 intermediates stay in the cores' caches, many
+enough that the eight operations on them are worth starting."""
 
 
 @dataclass(frozen=True)
