@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvboost_rag.datamodels import EntryCheck, StoreEntry
@@ -137,7 +137,7 @@ class TieredStore(Store):
 
     def prefetch(self, keys: Iterable[str]) -> None:
         for key in keys:
-            if any(key in tier for tier in self.tiers[:-1]):
+            if key in self.tiers[0]:
                 continue
             with self._lock:
                 if key not in self._reading:
@@ -173,12 +173,15 @@ class TieredStore(Store):
             reason = why_not or reason
         return None, reason
 
-    def _copy_up(self, entry: StoreEntry, tiers: Iterable[Store], deletions: int) -> None:
+    def _copy_up(self, entry: StoreEntry, tiers: Sequence[Store], deletions: int) -> None:
         """Copy what was read into faster tiers, unless something was deleted since: it may have been this."""
         with self._lock:
-            if self._deletions == deletions:
-                for tier in tiers:
-                    tier.put(entry)
+            if self._deletions != deletions:
+                return
+            for tier in reversed(tiers):
+                # A device copies from page-locked memory while others go on, from any other it would wait.
+                if tier.put(entry) and tier is not tiers[0]:
+                    entry = tier._load(entry.key)[0] or entry
 
     def _count(self, reason: str | None, hit: bool) -> None:
         with self._lock:
@@ -206,13 +209,15 @@ class TieredStore(Store):
                 self._written.notify_all()
 
     def _read_ahead(self, key: str) -> None:
-        """Bring one entry into the fast tier, in a reader's thread. Whether it is the right one, `get` checks."""
+        """Bring one entry into the faster tiers, in a reader's thread. Whether it is the right one, `get` checks."""
         try:
-            deletions = self._deletions
-            entry, reason = self._home._load(key)
-            if entry is not None:
-                self._copy_up(entry, [self._fast], deletions)
-            elif reason is not None:
+            deletions, reason = self._deletions, None
+            for depth, tier in enumerate(self.tiers):
+                entry, reason = tier._load(key)
+                if entry is not None:
+                    self._copy_up(entry, self.tiers[:depth], deletions)
+                    return
+            if reason is not None:
                 self._note_fault(key, reason)
         except Exception:
             logger.exception("chunk %s could not be read ahead", key[:16])

@@ -319,6 +319,30 @@ def test_prefetch_brings_entries_into_memory(tmp_path: Path) -> None:
     assert disk.stats.lookups == 0
 
 
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_prefetch_brings_entries_to_the_device_out_of_page_locked_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with pretend_cuda():
+        device, memory, disk = DeviceStore("cuda:0", 100_000), MemoryStore(100_000), DiskStore(tmp_path, 1_000_000)
+        entry, sources = build_entry(1), []
+        (disk if where == "disk" else memory).put(entry)
+        take = device._take
+
+        def note(given: StoreEntry) -> StoreEntry:
+            sources.extend(given.tensors.values())
+            return take(given)
+
+        monkeypatch.setattr(device, "_take", note)
+        store = TieredStore(device, memory, disk)
+        store.prefetch([entry.key])
+        assert same(store.get(entry.key, check_of(entry)), entry)
+        assert (device.stats.hits, memory.stats.lookups, disk.stats.lookups) == (1, 0, 0)
+        assert sources
+        assert all(tensor.is_pinned() for tensor in sources)
+        store.close()
+
+
 def test_what_is_hot_in_memory_does_not_look_cold_on_disk(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path, 1_000_000, policy="lru")
     store = TieredStore(MemoryStore(100_000), disk)
