@@ -96,11 +96,25 @@ def test_a_model_spread_over_gpus(model_folder, monkeypatch):
         assert [(group.layers, str(group.device)) for group in groups] == [((0,), "cuda:0"), ((1, 2), "cuda:1")]
         assert answers(engine) == expected
         waited_for, synchronize = set(), torch.cuda.synchronize
-        monkeypatch.setattr(
-            torch.cuda, "synchronize", lambda device: waited_for.add(str(device)) or synchronize(device)
-        )
-        engine.generate(prompt(0, 1), params=ANSWER)
+        with monkeypatch.context() as patch:  # undone before what is pretended is
+            patch.setattr(torch.cuda, "synchronize", lambda gpu: waited_for.add(str(gpu)) or synchronize(gpu))
+            engine.generate(prompt(0, 1), params=ANSWER)
         assert waited_for == {"cuda:0", "cuda:1"}, "or stage times would be another's"
+
+
+def test_a_seed_touches_the_model_s_gpu_only(tiny_model, monkeypatch):
+    monkeypatch.setenv("KVBOOST_KERNELS", "off")
+    with pretend_cuda(2):
+        touched, state = [], torch.cuda.get_rng_state
+        loaded = tiny_model("llama", num_hidden_layers=3)
+        loaded.model.to("cuda:1")
+        with KVBoost(loaded, profile=None) as engine:
+            sampling = GenerationParams(max_new_tokens=3, temperature=0.8, seed=3)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.cuda, "get_rng_state", lambda gpu: touched.append(str(gpu)) or state(gpu))
+                first, again = (engine.generate(prompt(0), params=sampling, strict=True).token_ids for _ in range(2))
+        assert first == again
+        assert touched == ["cuda:1"] * 2
 
 
 def test_logits_do_not_depend_on_the_tier(tiny_model, tmp_path, monkeypatch):
