@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--model", default="bundled:smollm2")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--quick", action="store_true", help="four cases a data set, five arms")
+    parser.add_argument("--quick", action="store_true", help="four cases a data set, six arms")
     args = parser.parse_args()
     if args.quick:
         args.cases, args.arms = min(args.cases, 4), ["quick"]
