@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvboost_rag import quantization
 from kvboost_rag.datamodels import ChunkKV, StoreEntry
 from kvboost_rag.models.kv_buffer import KVBuffer
 from kvboost_rag.placement_kernels import KERNEL
-from kvboost_rag.realign import PositionTables, realign_entry_into, realign_into
+from kvboost_rag.realign import PositionTables, copy_values_into, realign_entry_into, realign_keys_into
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,14 @@ def assemble(buffer: KVBuffer, chunks: Iterable[PlacedChunk | PlacedEntry], tabl
     by_kernel = bool(entries) and all(KERNEL.wanted(group.device) for group in buffer.layout.groups)
     if by_kernel and KERNEL.place(buffer, entries, tables):
         entries = []
+    plain = [chunk for chunk in chunks if isinstance(chunk, PlacedChunk)]
     for entry, start in entries:
-        realign_entry_into(buffer, entry, start, tables)
-    for chunk in chunks:
-        if isinstance(chunk, PlacedChunk):
-            realign_into(buffer, chunk.kv, chunk.start, tables)
+        if quantization.is_quantised(entry.meta):
+            realign_entry_into(buffer, entry, start, tables)
+        else:
+            plain.append(PlacedChunk(quantization.decode(entry.tensors, entry.meta), start))
+    for chunk in plain:
+        realign_keys_into(buffer, chunk.kv, chunk.start, tables)
+    # Values behind all keys: the threads that torch copies with spin for a while, on the cores that rotate the keys.
+    for chunk in plain:
+        copy_values_into(buffer, chunk.kv, chunk.start)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost_rag import quantization
+from kvboost_rag.compiled_rotation import COMPILED
 from kvboost_rag.datamodels import ChunkKV, StoreEntry
 from kvboost_rag.models.kv_buffer import KVBuffer, KVLayout
 from kvboost_rag.models.rope import Rotation
@@ -51,10 +52,21 @@ class PositionTables:
 
 def realign_into(buffer: KVBuffer, kv: ChunkKV, start: int, tables: PositionTables) -> None:
     """Write a chunk's KV to positions `[start, start + seq_len)` of the buffer, keys rotated to these positions."""
+    realign_keys_into(buffer, kv, start, tables)
+    copy_values_into(buffer, kv, start)
+
+
+def realign_keys_into(buffer: KVBuffer, kv: ChunkKV, start: int, tables: PositionTables) -> None:
+    """The keys' half of `realign_into`."""
     end = start + kv.seq_len
     for index, group in enumerate(buffer.layout.groups):
         _write_keys(buffer.keys[index][:, :, start:end], kv.keys[index], group.rotation, tables.span(index, start, end))
-        buffer.values[index][:, :, start:end].copy_(kv.values[index])
+
+
+def copy_values_into(buffer: KVBuffer, kv: ChunkKV, start: int) -> None:
+    """The values' half of `realign_into`."""
+    for target, values in zip(buffer.values, kv.values, strict=True):
+        target[:, :, start : start + kv.seq_len].copy_(values)
 
 
 def realign_entry_into(buffer: KVBuffer, entry: StoreEntry, start: int, tables: PositionTables) -> None:
@@ -79,6 +91,8 @@ def _write_keys(out: torch.Tensor, keys: torch.Tensor, rotation: Rotation | None
         out.copy_(keys)
         return
     keys = keys.to(out.device)
+    if COMPILED.rotate_into(out, keys, rotation, tables):
+        return
     step = len(keys)
     if out.device.type == "cpu" and keys[:1].numel():
         step = max(1, CACHED_ELEMENTS // keys[:1].numel())
