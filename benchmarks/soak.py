@@ -15,12 +15,12 @@ import gc
 import random
 import sys
 import tempfile
-from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvbench.soak_model import Expected, LruTier, SoakError
+from kvbench.tiny import tiny_model
 from rich.console import Console
 from rich.progress import track
 
@@ -34,83 +34,6 @@ TENANTS = ("", "tenant-b")
 WORDS = ("store", "key", "value", "token", "prompt", "chunk", "layer", "model", "answer", "question", "memory", "disk")
 MEMORY_SHARE, DISK_SHARE = 0.05, 0.10
 FLAT_WITHIN = 0.05
-
-
-class SoakError(AssertionError):
-    """The store is not what the model of it says."""
-
-
-@dataclass
-class LruTier:
-    """One tier, as anybody would write it down: what was used longest ago goes first."""
-
-    budget: int
-    held: OrderedDict[str, int] = field(default_factory=OrderedDict)
-
-    def add(self, key: str, num_bytes: int, pinned: Collection[str]) -> list[str]:
-        """Take `key` in unless only pinned keys could make room; returns what had to go."""
-        gone: list[str] = []
-        if num_bytes > self.budget:
-            return gone
-        self.held.pop(key, None)
-        while sum(self.held.values()) + num_bytes > self.budget:
-            victim = next((k for k in self.held if k not in pinned), None)
-            if victim is None:
-                return gone
-            del self.held[victim]
-            gone.append(victim)
-        self.held[key] = num_bytes
-        return gone
-
-    def use(self, key: str) -> None:
-        if key in self.held:
-            self.held.move_to_end(key)
-
-
-@dataclass
-class Expected:
-    """The model of the store: two LRU tiers, and what lookups must have counted."""
-
-    memory: LruTier
-    disk: LruTier
-    entry_bytes: dict[str, int]
-    file_bytes: dict[str, int]
-    hits: int = 0
-    misses: int = 0
-    pinned: Collection[str] = ()
-    """The chunks of the request that is being served."""
-
-    def lookup(self, key: str) -> bool:
-        """Predict one lookup."""
-        if key in self.memory.held:
-            self.memory.use(key)
-            self.disk.use(key)
-        elif key in self.disk.held:
-            self.disk.use(key)
-            self._into_memory(key)
-        else:
-            self.misses += 1
-            return False
-        self.hits += 1
-        return True
-
-    def store(self, key: str) -> None:
-        """Predict one `put` and the writing that follows it."""
-        self.disk.add(key, self.file_bytes[key], self.pinned)
-        self._into_memory(key)
-
-    def forget(self, key: str) -> None:
-        self.memory.held.pop(key, None)
-        self.disk.held.pop(key, None)
-
-    def restart(self) -> None:
-        self.memory.held.clear()
-        self.hits = self.misses = 0
-
-    def _into_memory(self, key: str) -> None:
-        for demoted in self.memory.add(key, self.entry_bytes[key], self.pinned):
-            if demoted not in self.disk.held:
-                self.disk.add(demoted, self.file_bytes[demoted], self.pinned)
 
 
 class InOrder(TieredStore):
@@ -253,26 +176,6 @@ class Soak:
                 raise SoakError(f"after {kind!r}: {name} is {found[name]}, expected {value}")
         if found["bytes in memory"] > self.budgets[0] or found["bytes on disk"] > self.budgets[1]:
             raise SoakError(f"after {kind!r}: over budget, {found}")
-
-
-def tiny_model() -> Any:
-    """A random llama of two layers with a byte-level tokenizer."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    from kvboost_rag.models.load import load_model
-
-    alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet | {"<s>": 256, "</s>": 257}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    fields = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096}
-    config = AutoConfig.for_model("llama", **fields, **heads, bos_token_id=256, eos_token_id=257, pad_token_id=257)
-    torch.manual_seed(0)
-    return load_model(AutoModelForCausalLM.from_config(config).requires_grad_(False), tokenizer=fast)
 
 
 def resident_bytes() -> int:

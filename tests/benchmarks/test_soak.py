@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import soak
 
 from kvboost_rag.stores import MemoryStore
 
 
-@pytest.fixture(scope="module")
-def soak() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "soak.py"
-    spec = importlib.util.spec_from_file_location("soak_benchmark", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_operation_leaves_the_store_as_predicted(soak: ModuleType, tmp_path: Path) -> None:
+def test_every_operation_leaves_the_store_as_predicted(tmp_path: Path) -> None:
     run = soak.Soak(soak.tiny_model(), tmp_path / "kv", seed=7)
     run.steps(250)
     run.close()
@@ -32,7 +20,7 @@ def test_every_operation_leaves_the_store_as_predicted(soak: ModuleType, tmp_pat
 
 
 @pytest.mark.parametrize("fault", ["forgets a hit", "keeps what was deleted"])
-def test_the_soak_notices_faults(soak: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_the_soak_notices_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     if fault == "forgets a hit":
         monkeypatch.setattr(MemoryStore, "_on_hit", lambda self, entry: None)
     else:
