@@ -375,7 +375,7 @@ def _env_flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def kernel_setting(environ: Mapping[str, str] | None = None) -> KernelSetting:
-    """`KVBOOST_KERNELS`: `auto` (Triton kernels on a GPU), `on` (or an error in the log), `off` (plain torch)."""
+    """`KVBOOST_KERNELS`: `auto` (Triton on a GPU, numba on a CPU), `on` (Triton on any device), `off` (plain torch)."""
     value = (os.environ if environ is None else environ).get("KVBOOST_KERNELS", "").strip().lower() or "auto"
     _check_choice("KVBOOST_KERNELS", value, get_args(KernelSetting))
     return cast(KernelSetting, value)
