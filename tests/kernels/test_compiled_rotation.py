@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -100,3 +102,18 @@ def test_refuses_what_it_cannot_address() -> None:
         with pytest.raises(ValueError, match="contiguous"):
             cpu.rotate_into(out, source, rotation)
         assert not buffer.any(), name
+
+
+def test_compiles_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    njit = cpu.numba.njit
+
+    def read_only(function: Any, **options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(function, **options)
+
+    monkeypatch.setattr(cpu.numba, "njit", read_only)
+    keys, tables = _keys(1, 2, 12, torch.float32), _tables(6)
+    expected = torch.empty_like(keys)
+    ModelRotation(None, "half", 0, 12).rotate_into(expected, keys, tables)
+    assert torch.equal(_place(keys, Rotation(*tables))[:, :, START : START + TOKENS], expected)

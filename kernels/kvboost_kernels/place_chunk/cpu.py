@@ -76,7 +76,6 @@ def compiled_loop(dtype: torch.dtype, pairing: Pairing, offset: int, half: int, 
     """
     interleaved, end = pairing == "interleaved", offset + 2 * half
 
-    @numba.njit(nogil=True, error_model="numpy", cache=True)
     def loop(out, out_stride, keys, cos, sin, first, last):
         tokens = cos.shape[0]
         for row in range(first, last):
@@ -94,9 +93,18 @@ def compiled_loop(dtype: torch.dtype, pairing: Pairing, offset: int, half: int, 
                 for d in range(end, head_dim):
                     target[d] = source[d]
 
+    compiled = _jit(loop)
     table, numbers = np.zeros((1, half), np.float32), _numbers(torch.zeros(head_dim, dtype=dtype))
-    loop(numbers, head_dim, numbers.copy(), table, table, 0, 1)
-    return loop
+    compiled(numbers, head_dim, numbers.copy(), table, table, 0, 1)
+    return compiled
+
+
+def _jit(function: Loop) -> Loop:
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(function, cache=True, **options)
+    except RuntimeError:  # neither the module's folder nor the user's cache can be written
+        return numba.njit(function, **options)
 
 
 def fits(out: torch.Tensor, keys: torch.Tensor) -> bool:
