@@ -14,6 +14,7 @@ from kvboost_rag.config import EncodingConfig
 from kvboost_rag.embeddings import load_embedder
 from kvboost_rag.models.load import load_model
 from kvboost_rag.stores import MemoryStore
+from kvboost_rag.stores.maintenance import evict_all
 
 STORE_BYTES = 1 << 30
 
@@ -50,6 +51,8 @@ class Runner(ExitStack):
             engine = self._warmed(shaped, case, arm)
             ours = compare(engine, shaped, reference, arm.strategy, arm.ratio)
             yield self._row(shaped, arm, reference, ours, engine)
+        for engine in self._engines.values():  # the next case has other documents; the arms keep a store each
+            evict_all(engine.store)
 
     def _shaped(self, case: Case, arm: Arm) -> Case:
         if arm.chunk_tokens is not None:
