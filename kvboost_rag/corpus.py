@@ -6,7 +6,7 @@ import importlib
 import os
 import pydoc
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,27 +72,52 @@ def read_paths(paths: Iterable[str | Path]) -> Corpus:
         CorpusError: a path does not exist, or a file that was named itself (not found in a folder) is not text.
     """
     found: dict[str, Path] = {}
-    named = set()
+    named: set[str] = set()
+    refused: dict[str, str] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise CorpusError(f"no such file or folder: {path.absolute()}")
         if path.is_file():
             named.add(os.path.realpath(path))
-        found |= {source: file for source, file in find_files([path]).items() if source not in found}
+        below = find_files([path], lambda folder, error: refused.setdefault(folder, unreadable(error)))
+        found |= {source: file for source, file in below.items() if source not in found}
     corpus = read_files(found.values())
     for source, fault in corpus.skipped:
         if source in named:
             raise CorpusError(f"{found[source].absolute()} {fault}")
-    return corpus
+    return Corpus(corpus.texts, (*corpus.skipped, *refused.items()))
 
 
-def find_files(paths: Iterable[str | Path]) -> dict[str, Path]:
-    """What `read_paths` would read, by source; paths that do not exist are passed over."""
+def find_files(
+    paths: Iterable[str | Path], on_refused: Callable[[str, OSError], object] | None = None
+) -> dict[str, Path]:
+    """What `read_paths` would read, by source; paths that do not exist are passed over.
+
+    Args:
+        on_refused: called with each folder that cannot be listed, and why. What lies below it is not known then, which
+            is not the same as gone.
+    """
     found: dict[str, Path] = {}
     for path in map(Path, paths):
-        for file in [path] if path.is_file() else _files_below(path):
+        for file in [path] if path.is_file() else _files_below(path, on_refused):
             found.setdefault(os.path.realpath(file), file)
     return found
+
+
+def is_gone(source: str) -> bool:
+    """Whether a file is surely not there: not merely out of reach, for want of permission or a share that is down."""
+    try:
+        os.stat(source)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def unreadable(error: OSError) -> str:
+    """The reason why something is left out that may be readable another time."""
+    return f"{_UNREADABLE}: {error.strerror}"
 
 
 def read_files(files: Iterable[Path]) -> Corpus:
@@ -136,14 +161,22 @@ def _reference_text(name: str) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    for base, folders, files in os.walk(folder):
+def _files_below(folder: Path, on_refused: Callable[[str, OSError], object] | None) -> Iterator[Path]:
+    def refused(error: OSError) -> None:
+        if on_refused is not None and not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            on_refused(os.path.realpath(error.filename), error)
+
+    for base, folders, files in os.walk(folder, onerror=refused):
         folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
         yield from (Path(base) / name for name in sorted(files) if not name.startswith("."))
 
 
 def _read(file: Path) -> tuple[str, str | None]:
     """The file's text, or why it is not one."""
+    try:
+        os.path.realpath(file).encode()
+    except UnicodeEncodeError:
+        return "", "has a name that is not UTF-8: rename it"
     try:
         if not file.is_file():
             return "", "is not a regular file"
@@ -152,7 +185,7 @@ def _read(file: Path) -> tuple[str, str | None]:
             return "", f"is larger than {MAX_FILE_BYTES >> 20} MiB ({size:,} bytes): split it"
         raw = file.read_bytes()
     except OSError as error:
-        return "", f"{_UNREADABLE}: {error.strerror}"
+        return "", unreadable(error)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:

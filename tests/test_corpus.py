@@ -45,6 +45,15 @@ def test_what_is_no_text_is_skipped_in_folders_and_refused_by_name(tmp_path, mon
         read_paths([file])
 
 
+def test_a_name_that_is_not_utf8_is_skipped_or_refused(tmp_path):
+    name = os.path.join(os.fsencode(tmp_path), b"\xff.txt")
+    with open(name, "w") as file:
+        file.write("text")
+    assert ["not UTF-8: rename it" in fault for _, fault in read_paths([tmp_path]).skipped] == [True]
+    with pytest.raises(CorpusError, match="rename it"):
+        read_paths([os.fsdecode(name)])
+
+
 def test_pipes_and_missing_paths(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert "regular file" in read_paths([tmp_path]).skipped[0][1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvboost_rag.cli.console import console, progress_bar, seconds_text
-from kvboost_rag.corpus import Corpus, SourceText, is_lasting
+from kvboost_rag.corpus import Corpus, SourceText, is_gone, is_lasting
 
 if TYPE_CHECKING:
     from kvboost_rag.datamodels import WarmReport
@@ -92,7 +92,7 @@ def split_sources(
 
 
 def gone_of(known: Sequence[str], read: Sequence[str], empty: Sequence[str], below: Sequence[Path]) -> list[str]:
-    """Those of the known sources below the folders that have no text any more.
+    """Those of the known sources below the folders that have no text any more; what is out of reach is kept.
 
     Args:
         read: sources that have text.
@@ -104,7 +104,7 @@ def gone_of(known: Sequence[str], read: Sequence[str], empty: Sequence[str], bel
     return [
         source
         for source in known
-        if source not in present and source.startswith(folders) and (source in without or not os.path.exists(source))
+        if source not in present and source.startswith(folders) and (source in without or is_gone(source))
     ]
 
 
