@@ -392,7 +392,12 @@ class KVBoost:
         self._later.wait()
 
     def close(self) -> None:
-        """Finish the running request, drop queued ones, flush and close the store. Closing twice does nothing."""
+        """Finish the running request, drop queued ones, flush and close the store.
+
+        Closing twice does nothing, and neither does closing in a forked child, where all that is the parent's.
+        """
+        if self._worker.is_inherited:
+            return
         self.shadow.close()
         self._later.close()
         if self._worker.close():

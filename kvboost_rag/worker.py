@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._thread: int | None = None
+        self._pid = os.getpid()
         self._closed = threading.Event()
         self._unfinished = 0
         self._lock = threading.Lock()
@@ -27,12 +29,23 @@ class Worker:
         """Nothing runs and nothing is queued."""
         return self._unfinished == 0
 
+    @property
+    def is_inherited(self) -> bool:
+        """This process was forked off after the worker was made, and has no thread of it."""
+        return os.getpid() != self._pid
+
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job.
 
         Raises:
-            RuntimeError: the engine is closed, or the call comes from one of its own jobs (it would wait for itself).
+            RuntimeError: the engine is closed, was made before this process was forked off (its thread stayed behind:
+                the job would never run), or the call comes from one of its own jobs (it would wait for itself).
         """
+        if self.is_inherited:
+            raise RuntimeError(
+                f"this engine was made by process {self._pid}, which this one was forked from: make an engine in each "
+                "process, after the fork"
+            )
         if self._closed.is_set():
             raise RuntimeError("the engine is closed")
         if threading.get_ident() == self._thread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -148,3 +149,16 @@ def test_closing_ends_streams_that_wait() -> None:
     worker.close()
     with pytest.raises(RuntimeError, match="closed before"):
         list(stream)
+
+
+def test_a_forked_child_is_told_instead_of_waiting_for_ever(worker: Worker) -> None:
+    assert worker.submit(lambda: 1).result() == 1
+    child = os.fork()
+    if not child:
+        try:
+            worker.submit(lambda: 2)
+        except RuntimeError as error:
+            os._exit(0 if "make an engine in each process" in str(error) else 3)
+        os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert worker.submit(lambda: 3).result() == 3
