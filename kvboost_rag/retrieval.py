@@ -5,9 +5,10 @@ Applications bring embedders and retrievers of their own; this one needs no furt
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from transformers import AutoModel, AutoTokenizer
 from kvboost_rag.chunk_keys import hash_fields
 from kvboost_rag.embeddings import DEFAULT_MODEL, default_model_path, load_embedder
 from kvboost_rag.models.errors import ModelLoadError, reason
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 256
 """What the model was trained on; the rest of a longer text does not count."""
@@ -58,7 +61,8 @@ class RememberedVectors:
     """Unit vectors of texts; a text is embedded once, and its vector then read from a SQLite file.
 
     Args:
-        path: the file, made when there is something to remember. Losing it costs time only.
+        path: the file, made when there is something to remember. Losing it costs time only: one that cannot be read or
+            written is done without, and one that is damaged is made anew; both are logged.
         model: anything that `embeddings.load_embedder` takes.
         model_name: vectors of different names are kept apart.
     """
@@ -68,6 +72,7 @@ class RememberedVectors:
         self._embed = load_embedder(model)
         self._name = model_name
         self._batch_size = batch_size
+        self._fault: str | None = None
 
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> Vectors:
         """Vectors `[num_texts, dim]`; those that are remembered are not computed again."""
@@ -88,13 +93,33 @@ class RememberedVectors:
     def _recall(self, keys: Sequence[str]) -> dict[str, Vectors]:
         if not self._path.exists():
             return {}
-        with closing(sqlite3.connect(self._path)) as db:
-            rows = (db.execute("SELECT key, vector FROM vectors WHERE key = ?", (key,)).fetchone() for key in set(keys))
-            return {row[0]: np.frombuffer(row[1], np.float32) for row in rows if row}
+        try:
+            with closing(sqlite3.connect(self._path)) as db:
+                if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'vectors'").fetchone():
+                    return {}  # whoever made the file was stopped before there was anything in it
+                select = "SELECT key, vector FROM vectors WHERE key = ?"
+                rows = (db.execute(select, (key,)).fetchone() for key in set(keys))
+                return {row[0]: np.frombuffer(row[1], np.float32) for row in rows if row}
+        except sqlite3.Error as error:
+            self._do_without(error)
+            return {}
 
     def _remember(self, vectors: dict[str, Vectors]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(self._path, timeout=60)) as db, db:
-            db.execute("CREATE TABLE IF NOT EXISTS vectors (key TEXT PRIMARY KEY, vector BLOB NOT NULL) WITHOUT ROWID")
-            rows = ((key, vector.tobytes()) for key, vector in vectors.items())
-            db.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
+        create = "CREATE TABLE IF NOT EXISTS vectors (key TEXT PRIMARY KEY, vector BLOB NOT NULL) WITHOUT ROWID"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self._path, timeout=60)) as db, db:
+                db.execute(create)
+                rows = ((key, vector.tobytes()) for key, vector in vectors.items())
+                db.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
+        except (OSError, sqlite3.Error) as error:
+            self._do_without(error)
+
+    def _do_without(self, error: Exception) -> None:
+        """Say it once a fault; a file that is damaged (not merely out of reach) makes room for a new one."""
+        if str(error) != self._fault:
+            logger.warning("embeddings are computed again, %s cannot be used: %s", self._path, error)
+        self._fault = str(error)
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)

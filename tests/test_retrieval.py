@@ -37,6 +37,23 @@ def test_each_text_is_embedded_once(tmp_path):
     np.testing.assert_array_equal(again[: len(texts)], first)
 
 
+@pytest.mark.parametrize("fault", ["damaged", "stopped before the first vector", "a folder", "below a file"])
+def test_a_file_that_cannot_be_used_costs_time_only(tmp_path, fault):
+    path, model = tmp_path / "vectors.sqlite", Counting()
+    if fault == "damaged":
+        path.write_bytes(b"no database, whatever it looks like" * 99)
+    elif fault == "a folder":
+        path.mkdir()
+    elif fault == "below a file":
+        path.write_text("")
+        path /= "vectors.sqlite"
+    else:
+        path.touch()
+    first = RememberedVectors(path, model).embed(["aa", "b"])
+    np.testing.assert_array_equal(RememberedVectors(path, model).embed(["aa", "b"]), first)
+    assert len(model.seen) == (2 if path.is_file() else 4)
+
+
 def test_models_are_kept_apart(tmp_path):
     path, model = tmp_path / "vectors.sqlite", Counting()
     RememberedVectors(path, model, "one").embed(["text"])
