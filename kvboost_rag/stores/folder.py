@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -176,8 +177,12 @@ class StoreFolder:
 
 
 def _sync_folder(path: Path) -> None:
+    """Some network and user-space file systems cannot sync a folder: names are as durable there as they make them."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sqlite3
+import stat
 import struct
 from pathlib import Path
 
@@ -213,6 +214,21 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(StoreFolder, "stage", fail)
     with pytest.raises(StoreError, match="Read-only file system"):
         DiskStore(tmp_path / "kv")
+
+
+def test_a_file_system_that_cannot_sync_folders_keeps_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = open_disk(tmp_path)
+    assert store.put(build_entry(1))
+    assert store.stats.put_failures == {}
+    assert build_entry(1).key in open_disk(tmp_path)
 
 
 def test_keys_that_are_no_hashes_never_become_paths(tmp_path: Path) -> None:
