@@ -9,8 +9,10 @@ The environment is read again at each request, so that an operator can change it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -22,6 +24,8 @@ DiskLoad = Literal["measured", "always"]
 RepairName = Literal["none", "selective", "cacheblend", "query", "sensitivity", "full"]
 
 CHUNK_TOKENS = (64, 128, 256, 512)
+
+HALF_CHARACTER = "text.encode('utf-8', 'replace').decode() puts a question mark there"
 
 
 class ConfigError(ValueError):
@@ -114,8 +118,7 @@ class ReuseConfig:
             raise ConfigError(f"top_k={self.top_k!r}: expected a whole number of rows per chunk, 0 or more")
         if self.donors is not None and not isinstance(self.donors, bool):
             raise ConfigError(f"donors={self.donors!r}: expected True or False")
-        if not isinstance(self.namespace, str):
-            raise ConfigError(f"namespace={self.namespace!r}: expected a string")
+        check_namespace(self.namespace)
         if self.top_k is not None and self.deviation_threshold is not None:
             raise ConfigError("top_k and deviation_threshold are alternatives; set one of them")
         if None not in (self.recompute_ratio, self.max_recompute_ratio) and (
@@ -308,11 +311,46 @@ class GenerationParams:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens!r}: expected a whole number, 1 or more")
         _check_range("temperature", self.temperature, 0.0, None)
         _check_range("top_p", self.top_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, None)
+        if self.repetition_penalty == 0:
+            raise ConfigError("repetition_penalty=0: expected a number above 0; 1 is no penalty")
+        _check_whole("top_k", self.top_k, 0, None)
+        _check_whole("seed", self.seed, -(2**63), 2**63 - 1)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        if not all(isinstance(s, str) and s for s in self.stop):
+        if not _is_list(self.stop) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigError(f"stop={self.stop!r}: expected non-empty strings")
         object.__setattr__(self, "stop", tuple(self.stop))
+        if not _is_list(self.stop_token_ids):
+            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}: expected token ids")
+        for token in self.stop_token_ids:
+            _check_whole("stop_token_ids", token, 0, None)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.extra is not None and not isinstance(self.extra, Mapping):
+            raise ConfigError(f"extra={self.extra!r}: expected keyword arguments of `generate` by name")
+
+
+def check_namespace(namespace: Any) -> str:
+    """The name of a tenant, as given.
+
+    Raises:
+        ConfigError: not a string, or one that is not valid Unicode and cannot be kept.
+    """
+    if not isinstance(namespace, str) or lone_surrogate(namespace) is not None:
+        raise ConfigError(f"namespace={namespace!r}: expected a string of valid Unicode")
+    return namespace
+
+
+def lone_surrogate(text: str) -> int | None:
+    """Place of the first character that is half of one (`\\ud83d` without its other half), or None.
+
+    Python strings may hold them, UTF-8 cannot: such a text can be neither tokenised nor stored.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -338,6 +376,18 @@ def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
         raise ConfigError(f"{name}={value!r}: expected {wanted}")
 
 
+def _check_whole(name: str, value: Any, low: int, high: int | None) -> None:
+    if value is None:
+        return
+    fits = isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value)
+    if not fits or (high is not None and value > high):
+        raise ConfigError(f"{name}={value!r}: expected a whole number, {low} or more")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (bytes, Mapping))
+
+
 def _env_choice(env: Mapping[str, str]) -> Any:
     value = env.get("KVBOOST_RECOMPUTE_STRATEGY") or None
     _check_choice("KVBOOST_RECOMPUTE_STRATEGY", value, get_args(RepairName))
@@ -348,7 +398,7 @@ def _env_int(env: Mapping[str, str], name: str) -> int | None:
     value = env.get(name) or None
     if value is None:
         return None
-    if not value.strip().isdigit():
+    if not re.fullmatch(r"\s*[0-9]{1,18}\s*", value):
         raise ConfigError(f"{name}={value!r}: expected a whole number, 0 or more")
     return int(value)
 

@@ -17,6 +17,7 @@ from kvboost_rag.config import (
     EncodingConfig,
     GenerationParams,
     ReuseConfig,
+    check_namespace,
 )
 from kvboost_rag.datamodels import GenerationResult, HitKind, StreamEvent, WarmReport
 from kvboost_rag.decode import Decoder
@@ -180,7 +181,7 @@ class KVBoost:
                 documents; nothing has been encoded then.
         """
         texts = document_texts(documents)
-        tenant = self.config.namespace if namespace is None else namespace
+        tenant = self._tenant(namespace)
         if not self.probe.reusable:
             logger.warning("nothing was warmed: %s", self.probe.reason)
             return WarmReport(len(texts), 0, 0, len(texts), 0, 0, 0, 0.0)
@@ -201,7 +202,7 @@ class KVBoost:
         Returns:
             How many of them are known now; those that cannot be chunks (empty, too long) are passed over.
         """
-        tenant = self.config.namespace if namespace is None else namespace
+        tenant = self._tenant(namespace)
         if not self.probe.reusable:
             return 0
         return self.library.register_all(document_texts(documents), tenant)
@@ -212,7 +213,7 @@ class KVBoost:
         Returns:
             How many of them are known. Returns at once, and never computes anything.
         """
-        tenant = self.config.namespace if namespace is None else namespace
+        tenant = self._tenant(namespace)
         known = self.library.known_texts(tenant)
         keys = [key for text in document_texts(documents) if (key := known.key_of(text)) is not None]
         self.store.prefetch(dict.fromkeys(keys))
@@ -287,6 +288,9 @@ class KVBoost:
             prompt, document_texts(documents), params or GenerationParams(), resolved, strategy, template or {}, started
         )
 
+    def _tenant(self, namespace: str | None) -> str:
+        return self.config.namespace if namespace is None else check_namespace(namespace)
+
     @property
     def _calibrated(self) -> CalibratedDefaults | None:
         return self.profile.defaults if self.profile is not None else None
@@ -360,7 +364,7 @@ class KVBoost:
         Returns:
             How many were known.
         """
-        tenant = self.config.namespace if namespace is None else namespace
+        tenant = self._tenant(namespace)
         keys = [self.library.describe(text, tenant).content_hash for text in document_texts(documents)]
         return self._forget(keys, tenant)
 

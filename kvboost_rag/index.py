@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvboost_rag.config import check_namespace
 from kvboost_rag.datamodels import WarmReport
 from kvboost_rag.library import ChunkLibrary
 from kvboost_rag.lookup import document_texts
@@ -237,4 +238,4 @@ class DocumentIndex:
         return [key for key, owned in owners.items() if owned.issuperset(sources_of(key))]
 
     def _tenant(self, namespace: str | None) -> str:
-        return self._namespace if namespace is None else namespace
+        return self._namespace if namespace is None else check_namespace(namespace)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvboost_rag.config import HALF_CHARACTER, lone_surrogate
 from kvboost_rag.datamodels import ChunkRecord, Segment, SegmentKind
 from kvboost_rag.library import ChunkLibrary
 from kvboost_rag.prompt_tokens import PromptTokens
@@ -40,6 +41,7 @@ def document_texts(documents: Sequence[Any] | None) -> list[str]:
 
     Raises:
         TypeError: something that is neither; the message names its type and place.
+        ValueError: a text that is not valid Unicode.
     """
     if documents is None:
         return []
@@ -52,6 +54,8 @@ def document_texts(documents: Sequence[Any] | None) -> list[str]:
             text = getattr(document, attribute, None) if text is None else text
         if not isinstance(text, str):
             raise TypeError(f"documents[{index}] is a {type(document).__name__}; expected a str")
+        if (at := lone_surrogate(text)) is not None:
+            raise ValueError(f"documents[{index}] is not valid Unicode: half a character at {at}; {HALF_CHARACTER}")
         texts.append(text)
     return texts
 

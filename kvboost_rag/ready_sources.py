@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvboost_rag.config import lone_surrogate
 from kvboost_rag.lookup import document_texts
 from kvboost_rag.segments import canonical_text
 from kvboost_rag.source_texts import SourceTexts
@@ -38,6 +39,8 @@ def ready_sources(sources: Mapping[str, SourceTexts]) -> dict[str, ReadySource]:
     for source_id, given in sources.items():
         if not isinstance(source_id, str) or not source_id:
             raise ValueError(f"source_id={source_id!r}: expected a text that is not empty")
+        if lone_surrogate(source_id) is not None:
+            raise ValueError(f"source_id={source_id!r}: expected valid Unicode")
         ready[source_id] = _ready(given)
     with_texts = [source for source in ready.values() if source.texts]
     if len({source.embeddings is None for source in with_texts}) > 1:

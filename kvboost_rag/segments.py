@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvboost_rag.config import HALF_CHARACTER, lone_surrogate
 from kvboost_rag.datamodels import SegmentKind, TextSpan
 from kvboost_rag.known_texts import KnownTexts, Match, canonical_text
 
@@ -15,12 +16,14 @@ def check_prompt(prompt: str) -> None:
 
     Raises:
         TypeError: not a string; the message names the type that came.
-        ValueError: the empty string.
+        ValueError: the empty string, or not valid Unicode.
     """
     if not isinstance(prompt, str):
         raise TypeError(f"prompt must be a str (or a list of chat messages), got {type(prompt).__name__}")
     if not prompt:
         raise ValueError("the prompt is empty: there is nothing to answer")
+    if (at := lone_surrogate(prompt)) is not None:
+        raise ValueError(f"the prompt is not valid Unicode: half a character at {at}; {HALF_CHARACTER}")
 
 
 def split_prompt(prompt: str, known: KnownTexts, extra_texts: Iterable[str] = ()) -> list[TextSpan]:

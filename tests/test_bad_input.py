@@ -36,6 +36,8 @@ def engine(tiny_model: Any) -> Iterator[KVBoost]:
         (7, TypeError, "int"),
         ([], ValueError, "message"),
         (["just text"], TypeError, "must be a mapping"),
+        ("half \ud83d", ValueError, "not valid Unicode: half a character at 5"),
+        ([{"role": "user", "content": "half \ud83d"}], ValueError, "not valid Unicode"),
     ],
 )
 def test_prompts_that_are_none(engine: KVBoost, text: Any, error: Any, says: str) -> None:
@@ -49,6 +51,7 @@ def test_prompts_that_are_none(engine: KVBoost, text: Any, error: Any, says: str
         ("one text", TypeError, r"write \[text\]"),
         ([7], TypeError, r"documents\[0\] is a int"),
         ([DOCUMENTS[0], None], TypeError, r"documents\[1\] is a NoneType"),
+        ([DOCUMENTS[0], "\ud83d"], ValueError, r"documents\[1\] is not valid Unicode: half a character at 0"),
     ],
 )
 def test_documents_that_are_not_texts(engine: KVBoost, documents: Any, error: Any, says: str) -> None:
@@ -88,6 +91,14 @@ def test_bad_options_name_themselves(engine: KVBoost, options: dict[str, Any]) -
     with pytest.raises(ConfigError, match=next(iter(options))):
         engine.generate("A question?", params=FOUR, **options)
     assert engine.stats().requests == requests
+
+
+@pytest.mark.parametrize("call", ["warm", "register", "prefetch", "evict"])
+def test_a_namespace_that_is_no_name(engine: KVBoost, call: str) -> None:
+    with pytest.raises(ConfigError, match="namespace=7"):
+        getattr(engine, call)(DOCUMENTS, namespace=7)
+    with pytest.raises(ConfigError, match="namespace=7"):
+        engine.index.add("a", DOCUMENTS, namespace=7)  # type: ignore[arg-type]
 
 
 def test_an_unknown_option_lists_the_known_ones(engine: KVBoost) -> None:

@@ -70,9 +70,9 @@ def test_sizes(text, num_bytes):
     assert (choice.memory_bytes, choice.disk_bytes) == (num_bytes, num_bytes)
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1", "4 apples", "1e9", "GB"])
+@pytest.mark.parametrize("text", ["", "much", "-1", "4 apples", "1e9", "GB", "9" * 400, "8388609TiB"])
 def test_what_is_no_size(text):
-    with pytest.raises(ConfigError, match=r"--disk-budget .*such as 500MB"):
+    with pytest.raises(ConfigError, match=r"--disk-budget .*(such as 500MB|more than any machine)"):
         options.StoreChoice.of(None, "1GB", text)
 
 
@@ -193,6 +193,22 @@ def test_looking_at_a_store_evicts_nothing(run, disk, monkeypatch):
     for command in (("inspect",), ("verify",), ("gc",), ("evict", "--older-than", 1)):
         assert run(*command)[0] == 0
     assert {p.stem for p in store.folder.root.glob("chunks/*/*")} == held
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("evict", "--older-than", "nan"),
+        ("warm", ".", "--watch", "--interval", "nan"),
+        ("warm", ".", "--watch", "--interval", "1e300"),
+        ("calibrate", "bundled:smollm2", "--max-kl", "nan"),
+        ("calibrate", "bundled:smollm2", "--budget", "inf"),
+    ],
+)
+def test_numbers_that_no_command_can_work_with(run, arguments):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert arguments[-2] in err
 
 
 @pytest.mark.parametrize("codec", ["none", "k8v4"])

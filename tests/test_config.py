@@ -47,6 +47,7 @@ def test_the_environment_is_read_at_each_resolution(monkeypatch: pytest.MonkeyPa
         ({"top_k": 3, "deviation_threshold": 0.1}, "alternatives"),
         ({"recompute_ratio": 0.5, "max_recompute_ratio": 0.2}, "recompute_ratio=0.5"),
         ({"namespace": 7}, "namespace=7"),
+        ({"namespace": "\udcff"}, "namespace="),
     ],
 )
 def test_bad_values_name_themselves(fields: dict[str, object], named: str) -> None:
@@ -61,6 +62,8 @@ def test_bad_values_name_themselves(fields: dict[str, object], named: str) -> No
         {"KVBOOST_DEVIATION_THRESHOLD": "high"},
         {"KVBOOST_DEVIATION_THRESHOLD": "-1"},
         {"KVBOOST_RECOMPUTE_TOPK": "1.5"},
+        {"KVBOOST_RECOMPUTE_TOPK": "²"},
+        {"KVBOOST_RECOMPUTE_TOPK": "9" * 5000},
         {"KVBOOST_DISABLE": "maybe"},
     ],
 )
@@ -74,7 +77,26 @@ def test_unknown_overrides_list_the_known_ones() -> None:
         ReuseConfig().override(recompute_ration=0.1)
 
 
-@pytest.mark.parametrize("fields", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 2.0}, {"stop": ("",)}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"top_p": 2.0},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("nan")},
+        {"seed": "today"},
+        {"seed": 2**64},
+        {"stop": ("",)},
+        {"stop": None},
+        {"stop": b"END"},
+        {"stop_token_ids": 2},
+        {"stop_token_ids": ("</s>",)},
+        {"extra": ["num_beams"]},
+    ],
+)
 def test_bad_generation_parameters(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         GenerationParams(**fields)  # type: ignore[arg-type]

@@ -25,8 +25,15 @@ def calibrate(
         Path | None,
         typer.Option(help="Your questions: JSON records of `question`, `docs`, `answers`. Default: built-in ones."),
     ] = None,
-    max_kl: Annotated[float, typer.Option(help="Tolerated distance from full prefill, in nats.")] = 0.05,
-    budget: Annotated[float, typer.Option(help="Minutes it may take, about; at least three questions are asked.")] = 10,
+    max_kl: Annotated[
+        float, typer.Option(min=0, callback=options.finite, help="Tolerated distance from full prefill, in nats.")
+    ] = 0.05,
+    budget: Annotated[
+        float,
+        typer.Option(
+            min=0, callback=options.finite, help="Minutes it may take, about; at least three questions are asked."
+        ),
+    ] = 10,
     questions: Annotated[int, typer.Option(min=1, help="Questions to ask at most.")] = 20,
     quick: Annotated[bool, typer.Option(help="Three strategies, no neighbours, no quantisation.")] = False,
     dtype: options.Dtype = None,

@@ -23,7 +23,10 @@ def evict(
         str | None, typer.Option(help="Forget this source (a file, or an id of `inspect --sources`): text and KV.")
     ] = None,
     older_than: Annotated[
-        float | None, typer.Option(min=0, help="Remove KV that was not used for so many days; the text stays known.")
+        float | None,
+        typer.Option(
+            min=0, callback=options.finite, help="Remove KV that was not used for so many days; the text stays known."
+        ),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Forget everything; with --namespace, everything of that tenant.")

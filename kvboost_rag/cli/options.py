@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,20 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
+MAX_BYTES = 2**63 - 1
+
+
+def finite(value: float | None) -> float | None:
+    """For options that are numbers: `nan` is within all bounds, and `inf` is none that a command can work with.
+
+    Raises:
+        typer.BadParameter: either of them.
+    """
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
 @dataclass(frozen=True)
 class StoreChoice:
     """What the options say about the store; budgets in bytes, None = a share of what there is."""
@@ -113,4 +128,7 @@ def _parse_bytes(option: str, text: str | None) -> int | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     if found is None or found[2].upper() not in _UNITS:
         raise ConfigError(f"{option} {text!r}: expected a size such as 500MB, 4GB or 1.5GiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    num_bytes = float(found[1]) * _UNITS[found[2].upper()]
+    if num_bytes > MAX_BYTES:
+        raise ConfigError(f"{option} {text!r}: more than any machine has")
+    return int(num_bytes)

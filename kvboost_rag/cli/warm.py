@@ -36,7 +36,10 @@ def warm(
         int, typer.Option("--jobs", "-j", min=1, help="Processes, each with its own model; with GPUs one on each.")
     ] = 1,
     watch: Annotated[bool, typer.Option("--watch", help="Go on, and keep the store in step with the files.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks with --watch.")] = 2.0,
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, max=86_400, callback=options.finite, help="Seconds between two looks with --watch."),
+    ] = 2.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; loads no weights.")] = False,
     memory_budget: options.MemoryBudget = None,
     disk_budget: options.DiskBudget = None,
