@@ -5,6 +5,7 @@ Commands import what they need when they run, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -48,6 +49,9 @@ def root(
 def main() -> None:
     """Entry point of the console script. An error is one line on stderr and exit code 1 (130 after Ctrl-C)."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when a command imports tqdm; its bars would tear ours apart
+    for stream in (sys.stdout, sys.stderr):  # a character that the terminal has not is no reason to stop
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
@@ -57,7 +61,7 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("KVBOOST_DEBUG"):
             raise
-        errors.print(f"error: {one_line(error)}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"error: {one_line(error)}", style="bold red", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

@@ -62,7 +62,7 @@ def _stream(
 ) -> GenerationResult:
     """Print the answer as it comes."""
     for event in engine.stream(messages, params=params, **overrides):
-        console.print(event.delta, end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(event.delta, end="", highlight=False, soft_wrap=True)
         if event.result is not None:
             return event.result
     raise RuntimeError("the answer ended without a result")

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from kvboost_rag.cli import options
-from kvboost_rag.cli.console import console, progress_bar
+from kvboost_rag.cli.console import console, progress_bar, styled
 
 if TYPE_CHECKING:
     from kvboost_rag.calibrate import CalibrationPlan
@@ -66,9 +66,10 @@ def calibrate(
     path = save_profile(profile)
     console.print(f"profile    {path}", highlight=False)
     if profile.chosen is None:
-        console.print(f"[bold red]failed[/]: no setting is within {max_kl:g} nats; only exact reuse will be used")
+        why = f": no setting is within {max_kl:g} nats; only exact reuse will be used"
+        console.print(styled("failed", "bold red", why))
         raise typer.Exit(FAILED)
-    console.print(f"[bold green]chosen[/]     {profile.chosen.label}", highlight=False)
+    console.print(styled("chosen", "bold green", f"     {profile.chosen.label}"))
     if profile.chosen.neighbours or profile.chosen.quantization != "none":
         console.print(
             f"           documents are warmed with neighbours={profile.chosen.neighbours} and "

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-console = Console()
-errors = Console(stderr=True)
+# File names, answers and errors hold brackets and colons of their own: nothing that is printed is markup.
+console = Console(markup=False, emoji=False)
+errors = Console(stderr=True, markup=False, emoji=False)
+
+
+def styled(word: str, style: str, rest: str = "") -> Text:
+    """A line that begins with a word in a style."""
+    return Text.assemble((word, style), rest)
 
 
 def progress_bar(*columns: str) -> Progress:
     """A progress bar; `columns` are further texts, formatted with the task's fields."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
         TaskProgressColumn(),
-        *(TextColumn(column) for column in columns),
+        *(TextColumn(column, markup=False) for column in columns),
         TimeElapsedColumn(),
         console=console,
     )

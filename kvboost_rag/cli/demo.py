@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvboost_rag.cli import options
-from kvboost_rag.cli.console import bytes_text, console, progress_bar, seconds_text
+from kvboost_rag.cli.console import bytes_text, console, progress_bar, seconds_text, styled
 
 if TYPE_CHECKING:
     from kvboost_rag.cli.asking import Passage, PassageSearch
@@ -131,12 +131,13 @@ def compare(engine: KVBoost, search: PassageSearch, count: int, max_new_tokens: 
                 bar.update(task, completed=max_new_tokens)
         comparison = Comparison(question, passages, results["off"], results["blend"])
         comparisons.append(comparison)
-        console.print(f"\n[bold]{number}. {question}[/]", highlight=False)
-        console.print(f"   documents  {sources_text(passages)}", markup=False, highlight=False)
-        console.print(f"   tokens     {reuse_line(comparison.reuse)}", markup=False, highlight=False)
+        console.print()
+        console.print(styled(f"{number}. {question}", "bold"))
+        console.print(f"   documents  {sources_text(passages)}", highlight=False)
+        console.print(f"   tokens     {reuse_line(comparison.reuse)}", highlight=False)
         for label, result in answers(comparison):
             text = " ".join(result.text.split())
-            console.print(f"   {label:<10} {text}", markup=False, highlight=False)
+            console.print(f"   {label:<10} {text}", highlight=False)
     return comparisons
 
 

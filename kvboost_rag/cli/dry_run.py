@@ -103,7 +103,7 @@ def _num_orphans(disk: DiskStore, lost: dict[str, set[str]]) -> int:
 def _print(preview: Preview) -> None:
     for name in ("new", "changed", "gone"):
         for source in getattr(preview, name):
-            console.print(f"{name:10s} {source}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{name:10s} {source}", highlight=False, soft_wrap=True)
     console.print(
         f"dry run: {len(preview.new)} files new, {len(preview.changed)} changed, {len(preview.unchanged)} unchanged, "
         f"{len(preview.gone)} gone; {preview.num_to_encode} chunks with {preview.tokens_to_encode:,} tokens would be "

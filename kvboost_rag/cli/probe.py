@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvboost_rag.cli import options
-from kvboost_rag.cli.console import bytes_text, console
+from kvboost_rag.cli.console import bytes_text, console, styled
 
 if TYPE_CHECKING:
     from kvboost_rag.models.kv_buffer import LayerGroup
@@ -28,9 +28,9 @@ def probe(
 
     report = run_probe(load(ModelChoice(model, dtype, device)).model)
     if not report.reusable:
-        console.print(f"[bold red]not reusable[/]: {report.reason}. It still answers, by plain prefill.")
+        console.print(styled("not reusable", "bold red", f": {report.reason}. It still answers, by plain prefill."))
         raise typer.Exit(3)
-    console.print("[bold green]reusable[/]")
+    console.print(styled("reusable", "bold green"))
     layout = report.require_layout
     limit = "as long as the model allows" if report.max_positions is None else f"up to {report.max_positions:,} tokens"
     console.print(f"prompts    {limit}")

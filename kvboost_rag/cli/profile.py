@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvboost_rag.cli.console import console
+from kvboost_rag.cli.console import console, styled
 
 KINDS = {
     "exact": "same place, same text in front: a prefix cache finds it",
@@ -51,7 +51,7 @@ def profile(
         table.add_row(kind, f"{found.share(kind):.1%}", what)
     console.print(table)
     advice = advise(found)
-    console.print(f"[bold]{VERDICTS[advice.verdict]}[/]: {advice.reason}", highlight=False)
+    console.print(styled(VERDICTS[advice.verdict], "bold", f": {advice.reason}"))
     if advice.settings:
         settings = ", ".join(f"{name}={value}" for name, value in advice.settings.items())
         console.print(f"settings   {settings}", highlight=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvboost_rag.cli.console import bytes_text, console, progress_bar, seconds_text
+from kvboost_rag.cli.console import bytes_text, console, progress_bar, seconds_text, styled
 from kvboost_rag.cli.options import StoreChoice
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def open_engine(
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.stores import open_store
 
+    config = ReuseConfig(namespace=namespace)
     with _metrics_server(metrics_port):  # before the model: a port that is taken shows at once
         loaded = load(choice)
         opened = open_store(
@@ -79,7 +80,6 @@ def open_engine(
             disk_bytes=store.disk_bytes,
             device=str(loaded.model.device),
         )
-        config = ReuseConfig(namespace=namespace)
         metrics = metrics_port is not None
         with KVBoost(loaded, store=opened, config=config, encoding=encoding, metrics=metrics) as engine:
             remember_fingerprint(store.folder, choice, engine.library.fingerprint)
@@ -92,7 +92,7 @@ def _describe(engine: KVBoost, store: StoreChoice) -> None:
     limits = [f"{bytes_text(limit)} of {tier} at most" for tier, limit in budgets if limit is not None]
     console.print(f"store      {', '.join([str(store.folder), *limits])}", highlight=False)
     if not engine.probe.reusable:
-        console.print(f"[yellow]no reuse[/]   {engine.probe.reason}", highlight=False)
+        console.print(styled("no reuse", "yellow", f"   {engine.probe.reason}"))
     if notice := engine.profile_notice():
         console.print(f"profile    {notice}", highlight=False)
 

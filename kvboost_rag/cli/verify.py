@@ -6,7 +6,7 @@ import typer
 from rich.table import Table
 
 from kvboost_rag.cli import options
-from kvboost_rag.cli.console import bytes_text, console, progress_bar
+from kvboost_rag.cli.console import bytes_text, console, progress_bar, styled
 
 UNSOUND = 1
 SHOWN = 50
@@ -31,12 +31,12 @@ def verify(store: options.Store = None) -> None:
         disk.close()
     size = f"{report.num_files:,} files, {bytes_text(report.num_bytes)}, {report.num_chunks_known:,} chunks known"
     if not report.problems:
-        console.print(f"[bold green]sound[/]      {size}", highlight=False)
+        console.print(styled("sound", "bold green", f"      {size}"))
         return
     table = Table("chunk", "what is wrong", "detail")
     for problem in report.problems[:SHOWN]:
         table.add_row(problem.key[:16], problem.what, problem.detail)
     console.print(table)
     more = f", {SHOWN} of them shown" if len(report.problems) > SHOWN else ""
-    console.print(f"[bold red]unsound[/]    {size}; {len(report.problems):,} problems{more}", highlight=False)
+    console.print(styled("unsound", "bold red", f"    {size}; {len(report.problems):,} problems{more}"))
     raise typer.Exit(UNSOUND)
