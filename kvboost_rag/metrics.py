@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import Counter, deque
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from kvboost_rag.stores.base import Store
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 1000
 """Document segments (hit rate), requests (recompute ratio), chunks (PSNR) that the gauges look back on."""
@@ -197,15 +200,24 @@ class _StoreCollector:
     def _sums(self) -> Counter[tuple[str, ...]]:
         sums: Counter[tuple[str, ...]] = Counter()
         for store in list(self._stores):
-            for tier, num_bytes in store.bytes_held.items():
-                sums["held", tier] += num_bytes
-            for tier, stats in store.tier_stats.items():
-                sums["lookups", tier, "hit"] += stats.hits
-                sums["lookups", tier, "miss"] += stats.misses
-                for name, counts in (("evictions", stats.evictions), ("rejected", stats.rejected)):
-                    for reason, n in dict(counts).items():
-                        sums[name, tier, reason] += n
+            try:
+                sums.update(_counts_of(store))
+            except Exception as error:  # closed, or its catalog cannot be asked: the others' figures stay
+                logger.debug("a store is left out of the metrics: %s", error)
         return sums
+
+
+def _counts_of(store: Store) -> Counter[tuple[str, ...]]:
+    counts: Counter[tuple[str, ...]] = Counter()
+    for tier, num_bytes in store.bytes_held.items():
+        counts["held", tier] += num_bytes
+    for tier, stats in store.tier_stats.items():
+        counts["lookups", tier, "hit"] += stats.hits
+        counts["lookups", tier, "miss"] += stats.misses
+        for name, by_reason in (("evictions", stats.evictions), ("rejected", stats.rejected)):
+            for reason, n in dict(by_reason).items():
+                counts[name, tier, reason] += n
+    return counts
 
 
 _registries: weakref.WeakKeyDictionary[Any, _Families] = weakref.WeakKeyDictionary()

@@ -157,6 +157,16 @@ def test_engines_share_a_registry_and_stores_add_up(registry: CollectorRegistry)
     assert registry.get_sample_value("kvboost_reused_tokens_total") == 2 * 107
 
 
+def test_a_closed_store_takes_no_other_figures_with_it(registry: CollectorRegistry, tmp_path: Path) -> None:
+    closed, open_one = DiskStore(tmp_path, 10_000), MemoryStore(10_000)
+    for store in (closed, open_one):
+        Metrics("m", registry).watch(store)
+    open_one.put(build_entry(1))
+    closed.close()
+    assert registry.get_sample_value("kvboost_cache_bytes", {"tier": "memory"}) == NUM_BYTES
+    assert registry.get_sample_value("kvboost_cache_bytes", {"tier": "disk"}) is None
+
+
 def test_the_server_serves_and_a_taken_port_says_so(registry: CollectorRegistry) -> None:
     Metrics("m", registry).record(result([HitKind.APPROXIMATE]))
     server, thread = start_metrics_server(0, registry)
