@@ -87,10 +87,15 @@ def read_trace(path: str | Path) -> Iterator[TracePrompt]:
     Raises:
         TraceError: a line is not that.
     """
-    with Path(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+    with Path(path).open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise TraceError(f"{where} is not UTF-8 text: {error}") from None
             if line.strip():
-                yield _prompt(line, f"{path}, line {number}")
+                yield _prompt(line, where)
 
 
 def _prompt(line: str, where: str) -> TracePrompt:

@@ -120,13 +120,14 @@ def test_question_files_of_both_kinds(tmp_path: Path):
         ('[{"docs": ["a"]}]', "record 0: question"),
         ('[{"question": "q", "docs": ["a"]}, {"question": "q", "docs": ["a", " "]}]', "record 1: docs"),
         ("[3]", "record 0: expected an object"),
+        ("é", "q.json is not UTF-8"),
     ],
 )
 def test_question_files_that_cannot_be_used(tmp_path: Path, text: str, message: str):
     from kvboost_rag.calibrate import read_questions
 
     path = tmp_path / "q.json"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         read_questions(path)
 

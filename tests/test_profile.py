@@ -116,11 +116,20 @@ def test_logs_of_both_kinds(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", "{}", '{"prompt": 3}', '{"prompt": "a", "documents": [1]}', '{"messages": 1}']
+    "line",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"prompt": 3}',
+        b'{"prompt": "a", "documents": [1]}',
+        b'{"messages": 1}',
+        b'{"prompt": "\xe9"}',
+    ],
 )
-def test_lines_that_cannot_be_read_are_named(tmp_path: Path, line: str):
+def test_lines_that_cannot_be_read_are_named(tmp_path: Path, line: bytes):
     path = tmp_path / "log.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line)
+    path.write_bytes(b'{"prompt": "fine"}\n' + line)
     with pytest.raises(TraceError, match="line 2"):
         list(read_trace(path))
 

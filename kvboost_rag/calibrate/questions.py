@@ -54,7 +54,10 @@ def read_questions(path: str | Path) -> list[EvalQuestion]:
     Raises:
         ValueError: the file is not that; the message names the file and the record.
     """
-    text = Path(path).read_text("utf-8")
+    try:
+        text = Path(path).read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     try:
         records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x]
     except ValueError as error:
