@@ -6,14 +6,16 @@ import copy
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
-from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.node_parser import NodeParser, SentenceSplitter
+from llama_index.core.node_parser.node_utils import build_nodes_from_splits
+from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvboost import KVBoostLLM, KVWarm
@@ -98,6 +100,29 @@ def test_upserts_and_deletes_forget_old_chunks(llm: KVBoostLLM) -> None:
     for left in ([1, 2], [1], [1, 2], [1]):  # with and without anything new to warm, more than once
         pipeline.run(documents=[edited[i] for i in left])
         assert known(llm) == {TEXTS[i] for i in left}
+
+
+class Paragraphs(NodeParser):
+    """One node per paragraph."""
+
+    def _parse_nodes(self, nodes: Sequence[BaseNode], show_progress: bool = False, **kwargs: Any) -> list[BaseNode]:
+        return [new for node in nodes for new in build_nodes_from_splits(node.get_content().split("\n\n"), node)]
+
+
+def test_an_edited_document_keeps_the_kv_of_chunks_that_did_not_change(llm: KVBoostLLM) -> None:
+    docstore = SimpleDocumentStore()
+    warm = KVWarm(llm=llm, docstore=docstore)
+    pipeline = IngestionPipeline(
+        transformations=[Paragraphs(), WordEmbedding(), warm],
+        docstore=docstore,
+        vector_store=SimpleVectorStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS,
+    )
+    for texts, num_encoded in ((TEXTS[:3], 3), (TEXTS[1:4], 1)):
+        pipeline.run(documents=[Document(text="\n\n".join(texts), id_="a")])
+        assert warm.report is not None
+        assert warm.report.num_encoded == num_encoded
+        assert known(llm) == set(texts)
 
 
 def test_documents_can_be_deleted_by_id_or_by_what_a_docstore_holds(llm: KVBoostLLM) -> None:

@@ -95,9 +95,11 @@ class KVWarm(TransformComponent):
         self._refuse_worker()
         engine = self.llm.engine
         with tolerated(engine, self.llm.strict):
-            if self.docstore is not None:
-                self.sync(self.docstore)
             usable = [node for node in nodes if self._fits(node)]
+            if self.docstore is not None:
+                # Pipelines delete an edited document before it comes again; chunks that it still has are to stay.
+                coming = {node.ref_doc_id for node in usable}
+                self.delete([i for i in self._gone(self.docstore) if i not in coming])
             if engine.probe.reusable:
                 self._report = self._warm(usable)
             else:
