@@ -11,6 +11,7 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict
 
+from kvboost_rag.indexing_jobs import tolerated
 from langchain_kvboost.warming import announce, engine_of, namespace_of, segment_text
 
 
@@ -57,8 +58,10 @@ class KVBoostRetriever(BaseRetriever):
         return limit, given
 
     def _prepared(self, documents: list[Document]) -> list[Document]:
-        texts = [segment_text(document, self.document_prompt) for document in documents]
-        announce(engine_of(self.llm), texts, namespace_of(self.llm, self.namespace))
+        engine = engine_of(self.llm)
+        with tolerated(engine, getattr(self.llm, "strict", False)):
+            texts = [segment_text(document, self.document_prompt) for document in documents]
+            announce(engine, texts, namespace_of(self.llm, self.namespace))
         if self.order == "canonical":
             return sorted(documents, key=lambda document: document.page_content)
         return documents

@@ -332,6 +332,18 @@ def test_the_retriever_announces_what_it_returns(model: Any, retriever: Any) -> 
     assert _is_announced(model, [d.page_content for d in found])
 
 
+def test_a_store_in_trouble_does_not_stop_retrieval(
+    model: Any, retriever: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model.engine.store.catalog, "add", _fail)
+    ours = KVBoostRetriever(retriever=retriever, llm=model)
+    assert asyncio.run(ours.ainvoke("which?")) == ours.invoke("which?") == retriever.invoke("which?")
+    assert "no space left" in caplog.text
+    model.strict = True
+    with pytest.raises(OSError, match="no space left"):
+        ours.invoke("which?")
+
+
 def test_canonical_order(model: Any, retriever: Any) -> None:
     ours = KVBoostRetriever(retriever=retriever, llm=model, order="canonical", k=6)
     orders = [ours.invoke(query) for query in ("a", "b", "c")]
