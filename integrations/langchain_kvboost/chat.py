@@ -158,7 +158,7 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         kwargs: dict[str, Any],
         cancelled: threading.Event | None = None,
     ) -> Generator[StreamEvent, None, None]:
-        call = dict(kwargs)
+        call = kwargs | ({"tools": tools} if (tools := _offered(kwargs)) else {})
         documents = document_hints(call.pop("documents", None)) + carried_documents(messages)
         return self._events(template_messages(messages), stop, documents, call, cancelled)
 
@@ -172,4 +172,9 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
 
 
 def _tool_names(kwargs: dict[str, Any]) -> list[str]:
-    return [tool["function"]["name"] for tool in kwargs.get("tools") or ()]
+    return [tool["function"]["name"] for tool in _offered(kwargs)]
+
+
+def _offered(kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools of a call, which `bind` and `invoke` take in every form that `bind_tools` takes."""
+    return [convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ()]

@@ -76,6 +76,14 @@ def test_tools_are_in_the_prompt(chat: Any) -> None:
     assert answer.usage_metadata["input_tokens"] == with_tools > count + 20
 
 
+def test_tools_may_be_bound_in_any_form(chat: Any, saying: Any) -> None:
+    expected = chat().bind_tools([look_up]).invoke("hi").usage_metadata["input_tokens"]
+    bound = chat().bind(tools=[look_up])
+    assert bound.invoke("hi").usage_metadata["input_tokens"] == expected
+    for path in ("invoke", "stream"):
+        assert [call["name"] for call in _ask(bound, path, **saying(CALL)).tool_calls] == ["look_up"]
+
+
 def test_tool_choice(chat: Any) -> None:
     @tool
     def other(x: int) -> int:
