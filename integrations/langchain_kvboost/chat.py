@@ -146,10 +146,23 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         return self.bind(tools=offered, **kwargs)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of the prompt that these messages make, chat template and tools included."""
+        """Tokens of the prompt that these messages make, chat template and tools included.
+
+        Parts of a conversation that the template refuses (trimming asks about those) are counted message by message,
+        each as a prompt of its own: rather too many tokens than too few.
+        """
+        if not messages:
+            return 0
         offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
-        tokens = self.engine.tokens
-        return tokens.count(tokens.render(template_messages(messages), tools=offered))
+        tokens, plain = self.engine.tokens, template_messages(messages)
+        try:
+            return tokens.count(tokens.render(plain, tools=offered))
+        except ValueError:
+            empty = [{"role": "user", "content": ""}]
+            frame = tokens.count(tokens.render(empty))
+            texts = (f"{message['content']}{message.get('tool_calls', '')}" for message in plain)
+            extra = tokens.count(tokens.render(empty, tools=offered)) - frame
+            return extra + sum(frame + tokens.count(text) for text in texts)
 
     def _chat_events(
         self,

@@ -14,7 +14,7 @@ import torch
 from corpus_texts import document, prompt
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 
 from kvboost_rag import KVBoost
 from kvboost_rag.decode import Decoder
@@ -211,6 +211,21 @@ def test_tokens_are_counted_by_the_models_own_tokenizer(model: Any, fresh: Any) 
     assert ours.get_num_tokens(TEXT) == len(fresh.tokenizer(TEXT, add_special_tokens=False)["input_ids"]) > 0
     messages = [HumanMessage(TEXT)]
     assert ours.get_num_tokens_from_messages(messages) > ours.get_num_tokens(TEXT)
+
+
+def test_parts_of_a_conversation_that_a_template_refuses_can_be_counted(chat: Any, fresh: Any) -> None:
+    strict = copy.deepcopy(fresh.tokenizer)
+    begins_with_an_answer = "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+    strict.chat_template = begins_with_an_answer + fresh.tokenizer.chat_template
+    ours = chat(tokenizer=strict)
+    talk = [*ROLES[1:], AIMessage("Yes.")]
+    assert ours.get_num_tokens_from_messages(talk[1:]) >= ours.get_num_tokens_from_messages(talk[2:]) > 0
+    limit = ours.get_num_tokens_from_messages(talk) - 1
+    kept = trim_messages(talk, max_tokens=limit, token_counter=ours, strategy="last")
+    assert kept == talk[-len(kept) :]
+    assert 0 < len(kept) < len(talk)
+    assert ours.get_num_tokens_from_messages(kept) <= limit
+    assert ours.get_num_tokens_from_messages([]) == 0
 
 
 def test_token_callbacks(model: Any) -> None:
