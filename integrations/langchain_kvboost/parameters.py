@@ -133,7 +133,7 @@ class KVBoostParameters(KVBoostFields):
             if tokens is not None:
                 params.setdefault("ls_max_tokens", tokens)
         if stop or self.stop:
-            params["ls_stop"] = stop or _as_list(self.stop)
+            params["ls_stop"] = _as_list(stop or self.stop)
         return params
 
     def _reuse_config(self, **call: Any) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class KVBoostParameters(KVBoostFields):
         base = merge_params(GenerationParams(), self._own_decoding)
         given = {**(call.get("pipeline_kwargs") or {}), **call}
         given.pop("pipeline_kwargs", None)
-        return merge_params(base, given | ({"stop": list(stop)} if stop else {}))
+        return merge_params(base, given | ({"stop": _as_list(stop)} if stop else {}))
 
     def _events(
         self,

@@ -58,11 +58,14 @@ def test_stop_strings_are_cut_off_on_every_path(model: Any, fresh: Any) -> None:
     stop = whole[len(whole) // 2 :][:3]
     expected = whole[: whole.index(stop)]
     assert len(fresh.tokenizer(stop, add_special_tokens=False)["input_ids"]) > 1
-    for ours, call in ((model(max_tokens=24, stop=[stop]), {}), (model(max_tokens=24), {"stop": [stop]})):
+    bare = model(max_tokens=24)
+    for ours, call in ((model(max_tokens=24, stop=[stop]), {}), (bare, {"stop": [stop]}), (bare, {"stop": stop})):
         assert _text(ours.invoke(TEXT, **call)) == expected
         assert _streamed(ours.stream(TEXT, **call)) == expected
         assert asyncio.run(_collect(ours.astream(TEXT, **call))) == expected
         assert _text(ours.bind(**call).invoke(TEXT)) == expected
+    # One string is not a list of its letters.
+    assert _text(model(max_tokens=24, min_new_tokens=24).invoke(TEXT, stop=whole[0] + "never")) == whole
 
 
 def test_parameters_of_a_call_count_and_unknown_ones_are_warned_about(model: Any) -> None:
