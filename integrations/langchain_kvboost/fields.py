@@ -79,7 +79,9 @@ class KVBoostFields(BaseModel):
         given = dict(values)
         for source in ("pipeline", "llm"):
             if given.get(source) is not None:
-                given = pipeline_arguments(given.pop(source)) | given
+                taken = pipeline_arguments(given.pop(source))
+                settings = {**(taken.get("pipeline_kwargs") or {}), **(given.get("pipeline_kwargs") or {})}
+                given = taken | given | {"pipeline_kwargs": settings or None}
         for alias in ("model_id", "model_name"):
             if alias in given:
                 given.setdefault("model", given.pop(alias))

@@ -18,7 +18,7 @@ from kvboost_rag.config import GenerationParams, ReuseConfig
 from kvboost_rag.generation_kwargs import check_params, merge_params
 from kvboost_rag.loading_kwargs import loading_options
 from kvboost_rag.registry import EngineSpec, adopt
-from langchain_kvboost.fields import KVBoostFields, pipeline_arguments
+from langchain_kvboost.fields import KVBoostFields
 from langchain_kvboost.identity import fingerprint_of, is_held, name_of, plain
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class KVBoostParameters(KVBoostFields):
 
         Its model and tokenizer are used as they are, not copied.
         """
-        return cls(**(pipeline_arguments(pipeline) | kwargs))
+        return cls(pipeline=pipeline, **kwargs)
 
     @property
     def engine(self) -> KVBoost:

@@ -427,6 +427,8 @@ def test_from_pipeline_takes_its_model_tokenizer_and_settings(model: Any, fresh:
         assert len(_text(ours.invoke(TEXT))) <= 3 * 12
         assert ours._generation_params(None, {}).max_new_tokens == 3
     assert kind.from_pipeline(wrapped)._generation_params(None, {}).extra == {"min_new_tokens": 3}
+    both = kind(pipeline=pipe, pipeline_kwargs={"min_new_tokens": 3})._generation_params(None, {})
+    assert (both.max_new_tokens, both.extra) == (3, {"min_new_tokens": 3})
     chatting = ChatHuggingFace(llm=wrapped, tokenizer=fresh.tokenizer, model_id="tiny")
     assert kind.from_pipeline(chatting).engine.model is fresh.model
     with pytest.raises(TypeError, match="text-generation pipeline"):
