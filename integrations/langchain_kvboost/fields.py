@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from typing_extensions import Self
 
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.generation_kwargs import CLIENT_OPTIONS
 from kvboost_rag.registry import EngineSpec
+from langchain_kvboost.identity import is_held
+
+_SHARED = ("tokenizer", "store")
+"""Fields that may hold objects which copies share."""
 
 
 class KVBoostFields(BaseModel):
@@ -70,6 +75,26 @@ class KVBoostFields(BaseModel):
         """Goes on to LangChain's own; a class with private attributes would otherwise cut it off."""
         super().model_post_init(context)
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy that shares tokenizer and store."""
+        memo = {} if memo is None else memo
+        memo |= {id(shared): shared for shared in (self.tokenizer, self.store)}
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Tokenizer and store objects (whose locks cannot be pickled) are left to the spec, which finds them again."""
+        state = super().__getstate__()
+        objects = [name for name in _SHARED if getattr(self, name) is not None and is_held(getattr(self, name))]
+        fields = {name: value for name, value in state["__dict__"].items() if name not in objects}
+        return state | {"__dict__": fields}
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """The inverse; in another process a store is not found again."""
+        super().__setstate__(state)
+        found = {"tokenizer": self._spec.load.get("tokenizer"), "store": self._spec.store}
+        for name in _SHARED:
+            self.__dict__.setdefault(name, found[name])
+
     @model_validator(mode="before")
     @classmethod
     def _take_peers_arguments(cls, values: Any) -> Any:
@@ -103,7 +128,7 @@ def pipeline_arguments(source: Any) -> dict[str, Any]:
     """
     if isinstance(source, KVBoostFields):
         fields = set(KVBoostFields.model_fields) & source.model_fields_set
-        return {name: getattr(source, name) for name in fields} | {"model": source._spec.model}
+        return {name: getattr(source, name) for name in fields}
     inner = getattr(source, "llm", None) or getattr(source, "pipeline", None)
     if inner is not None:
         given = pipeline_arguments(inner)

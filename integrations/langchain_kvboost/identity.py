@@ -6,7 +6,31 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from kvboost_rag.registry import EngineSpec
+
 _FINGERPRINTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+class HeldName(str):
+    """The name of a model that was given as an object or an engine, which remembers what it names.
+
+    LangChain makes objects anew from their public fields (`configurable_fields`); whoever is made from this name has
+    the same model again.
+    """
+
+    __slots__ = ("is_engine", "spec")
+    spec: EngineSpec
+    is_engine: bool
+
+    def __new__(cls, name: str, spec: EngineSpec, is_engine: bool) -> HeldName:
+        """`is_engine`: an engine was given, whose store and tokenizer count; else only the model is taken again."""
+        made = super().__new__(cls, name)
+        made.spec, made.is_engine = spec, is_engine
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as specs are; copies are made the same way, and a spec's copy is the spec itself."""
+        return HeldName, (str(self), self.spec, self.is_engine)
 
 
 def name_of(model: Any) -> str:

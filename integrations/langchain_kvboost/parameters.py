@@ -19,7 +19,7 @@ from kvboost_rag.generation_kwargs import check_params, merge_params
 from kvboost_rag.loading_kwargs import loading_options
 from kvboost_rag.registry import EngineSpec, adopt
 from langchain_kvboost.fields import KVBoostFields
-from langchain_kvboost.identity import fingerprint_of, is_held, name_of, plain
+from langchain_kvboost.identity import HeldName, fingerprint_of, is_held, name_of, plain
 
 if TYPE_CHECKING:
     from kvboost_rag.datamodels import StreamEvent
@@ -41,20 +41,27 @@ class KVBoostParameters(KVBoostFields):
         """Check the settings, note what to load, and say in traces which version ran."""
         self._reuse_config()
         check_params(self._own_decoding)
-        self._spec = self._make_spec()
-        self.model = name_of(self.model)
+        self._spec, self.model = self._make_spec()
         add_version: Callable[[str, str], None] = getattr(self, "_add_version")  # noqa: B009 - of LangChain's base
         add_version("kvboost-rag", __version__)
         return self
 
-    def _make_spec(self) -> EngineSpec:
+    def _make_spec(self) -> tuple[EngineSpec, str]:
+        """What to load, and its name for the field `model`."""
+        given, name = self.model, name_of(self.model)
+        if isinstance(given, HeldName):
+            if given.is_engine:
+                return given.spec, given
+            given = given.spec.model
         engine_module = sys.modules.get("kvboost_rag.engine")  # an engine that exists has been imported
-        if engine_module is not None and isinstance(self.model, engine_module.KVBoost):
-            return adopt(self.model)
+        if engine_module is not None and isinstance(given, engine_module.KVBoost):
+            spec = adopt(given)
+            return spec, HeldName(name, spec, is_engine=True)
         options = {"dtype": self.dtype, "tokenizer": self.tokenizer} | (self.model_kwargs or {})
         load = loading_options(self.device, self.device_map or options.pop("device_map", None), **options)
         engine = {} if self.encoding is None else {"encoding": self.encoding}
-        return EngineSpec(self.model, self.store, load, engine)
+        spec = EngineSpec(given, self.store, load, engine)
+        return spec, HeldName(name, spec, is_engine=False) if is_held(given) else name
 
     @classmethod
     def from_model_id(

@@ -15,9 +15,12 @@ from corpus_texts import document, prompt
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
+from langchain_core.runnables import ConfigurableField
 
 from kvboost_rag import KVBoost
 from kvboost_rag.decode import Decoder
+from kvboost_rag.stores import open_store
+from langchain_kvboost import ChatKVBoost, KVBoostLLM
 
 TEXT = "The store holds keys"
 ROLES = [SystemMessage("Be brief."), HumanMessage("Which store?"), AIMessage("One."), HumanMessage("Sure?")]
@@ -328,12 +331,32 @@ def test_concurrent_calls_are_all_answered_right(model: Any) -> None:
     assert asyncio.run(at_once()) == alone
 
 
-def test_pickled_and_copied_objects_share_the_engine(model: Any) -> None:
-    ours = model()
+@pytest.mark.parametrize("store", [None, "object"])
+def test_pickled_and_copied_objects_share_the_engine(model: Any, store: str | None) -> None:
+    ours = model(store=store and open_store("memory"))
     for other in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours), ours.model_copy()):
         assert other.engine is ours.engine
+        assert other.store is ours.store
+        assert other.tokenizer is ours.tokenizer
         assert _text(other.invoke(TEXT)) == _text(ours.invoke(TEXT))
     assert ours.engine.model is not None
+
+
+@pytest.mark.parametrize("given", ["model", "engine"])
+def test_objects_made_anew_from_their_fields_have_the_same_engine(model: Any, fresh: Any, given: str) -> None:
+    """As `configurable_fields` does, and as one class is made from the other."""
+    engine = KVBoost(fresh)
+    ours = model(model=engine, tokenizer=None) if given == "engine" else model()
+    chosen = ours.configurable_fields(seed=ConfigurableField("seed"), namespace=ConfigurableField("tenant"))
+    for source in (chosen, pickle.loads(pickle.dumps(chosen)), copy.deepcopy(chosen)):
+        anew, _ = source.prepare({"configurable": {"seed": 3, "tenant": "b"}})
+        assert (anew.seed, anew.namespace) == (3, "b")
+        assert anew.engine is ours.engine
+    for kind in (ChatKVBoost, KVBoostLLM):
+        assert kind(pipeline=ours).engine is ours.engine
+    assert (ours.engine is engine) == (given == "engine")
+    assert _text(chosen.with_config(configurable={"tenant": "b"}).invoke(TEXT)) == _text(ours.invoke(TEXT))
+    engine.close()
 
 
 def test_objects_share_weights_and_load_them_late(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
