@@ -18,6 +18,23 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Attention that caches the compressed KV and one rotated key for all heads (DeepSeek and its kin)."""
+INDEX = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
 
 REUSABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -48,6 +65,7 @@ REUSABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {}),
     "gpt_oss-sinks": ("gpt_oss", {"num_local_experts": 4, "sliding_window": WINDOW, "attn_implementation": "eager"}),
     "llama4": ("llama4_text", {"num_local_experts": 2}),
+    "deepseek_v3-latent": ("deepseek_v3", LATENT),
 }
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -55,6 +73,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "opt": ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 64}, "absolute position"),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 3, "attn_implementation": "eager"}, "position_ids"),
     "falcon-alibi": ("falcon", {"alibi": True, "head_dim": None, "attn_implementation": "eager"}, "ALiBi"),
+    "deepseek_v32-indexed": ("deepseek_v32", LATENT | INDEX, "more than keys and values"),
     "qwen3_next": ("qwen3_next", {}, "not attention"),
     "mamba": ("mamba", {"attn_implementation": "eager"}, "not attention"),
 }

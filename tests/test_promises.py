@@ -19,7 +19,17 @@ from kvboost_rag.datamodels import HitKind, SegmentKind
 from kvboost_rag.repair import STRATEGIES
 from kvboost_rag.stores import MemoryStore, open_store
 
-FAMILIES = ["llama", "llama-yarn", "qwen3", "gemma3", "mistral-window", "glm4-interleaved", "smollm3-nope", "qwen3_moe"]
+FAMILIES = [
+    "llama",
+    "llama-yarn",
+    "qwen3",
+    "gemma3",
+    "mistral-window",
+    "glm4-interleaved",
+    "smollm3-nope",
+    "qwen3_moe",
+    "deepseek_v3-latent",
+]
 DOCUMENTS = [document(n, 1 + n % 3) for n in range(5)]
 EIGHT = GenerationParams(max_new_tokens=8)
 

@@ -152,8 +152,12 @@ class BufferCache(Cache):
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put one layer's fresh keys and values where they belong; returns all that attention may see."""
-        if self._rows is None:
-            return self._append(index, keys, values)
+        ordered = self.buffer.layout.ordered
+        put = self._append if self._rows is None else self._scatter
+        return ordered(index, put(index, *ordered(index, (keys, values))))
+
+    def _scatter(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+        assert self._rows is not None
         own_keys, own_values = self.buffer.layer(index)
         rows = self._rows.to(own_keys.device)
         if keys.shape[2] != len(rows):
@@ -166,7 +170,7 @@ class BufferCache(Cache):
         self.rows_per_layer[index] = len(rows)
         return own_keys[:, :, : self._row_length], own_values[:, :, : self._row_length]
 
-    def _append(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _append(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
         start, end = self.buffer.length, self.buffer.length + keys.shape[2]
         if end > self.buffer.capacity:
             self.buffer.grow(max(end, self.buffer.capacity + self.buffer.capacity // 2))

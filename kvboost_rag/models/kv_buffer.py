@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -21,6 +22,9 @@ class LayerGroup:
     Attributes:
         layers: layer indices, ascending.
         rotation: how keys are rotated, or None for layers without rotation.
+        exchanged: the model hands its cache what is rotated as values and the rest as keys (latent attention of
+            DeepSeek and its kin caches the compressed KV first, then the one rotated key that all heads share). What we
+            call keys is always what is rotated.
     """
 
     layers: tuple[int, ...]
@@ -29,6 +33,7 @@ class LayerGroup:
     value_head_dim: int
     device: torch.device
     rotation: Rotation | None
+    exchanged: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,20 @@ class KVLayout:
         per_layer = (len(g.layers) * g.num_kv_heads * (g.key_head_dim + g.value_head_dim) for g in self.groups)
         return sum(per_layer) * self.dtype.itemsize
 
+    @cached_property
+    def _exchanged(self) -> frozenset[int]:
+        return frozenset(layer for group in self.groups if group.exchanged for layer in group.layers)
+
+    def ordered(self, layer: int, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Our keys and values from those of the model's cache at one layer, or the other way round."""
+        return (pair[1], pair[0]) if layer in self._exchanged else pair
+
     def stack(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> ChunkKV:
-        """Per-layer tensors `[num_kv_heads, seq_len, head_dim]` stacked into groups (copies)."""
+        """Per-layer tensors `[num_kv_heads, seq_len, head_dim]` of the model's cache, stacked into groups (copies)."""
+        layers = [self.ordered(i, pair) for i, pair in enumerate(zip(keys, values, strict=True))]
         return ChunkKV(
-            keys=tuple(torch.stack([keys[i] for i in g.layers]) for g in self.groups),
-            values=tuple(torch.stack([values[i] for i in g.layers]) for g in self.groups),
+            keys=tuple(torch.stack([layers[i][0] for i in g.layers]) for g in self.groups),
+            values=tuple(torch.stack([layers[i][1] for i in g.layers]) for g in self.groups),
         )
 
 

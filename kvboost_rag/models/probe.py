@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -99,9 +99,11 @@ def _refuse_by_architecture(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise NotReusable("it is an encoder-decoder model")
-    other = {t for t in getattr(config, "layer_types", None) or () if "attention" not in t or "linear" in t}
-    if other:
+    types = set(getattr(config, "layer_types", None) or ())
+    if other := {t for t in types if "attention" not in t or "linear" in t}:
         raise NotReusable(f"it has layers that are not attention ({', '.join(sorted(other))})")
+    if sparse := {t for t in types if "indexed" in t or "compressed" in t}:  # DeepSeek's V3.2 and V4, and their kin
+        raise NotReusable(f"it has layers that cache more than keys and values ({', '.join(sorted(sparse))})")
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise NotReusable("it uses ALiBi position biases")
     names = inspect.signature(model.forward).parameters
@@ -121,9 +123,11 @@ def _measure(model: PreTrainedModel) -> ProbeReport:
     with _rotary_calls(model) as sources:
         logits, base = _forward(model, ids, 0)
     shifted = _forward(model, ids, shift)[1]
-    value_error = _check_values(base, shifted, tolerance)
-    rotations, key_error = _find_rotations(sources, base, shifted, shift, tolerance)
-    layout = _layout(base, rotations, model.dtype)
+    exchanged = [_are_exchanged(*pair, tolerance) for pair in zip(base, shifted, strict=True)]
+    ours, moved = _ordered(base, exchanged), _ordered(shifted, exchanged)
+    value_error = _check_values(ours, moved, tolerance)
+    rotations, key_error = _find_rotations(sources, ours, moved, shift, tolerance)
+    layout = _layout(ours, rotations, exchanged, model.dtype)
     logit_error = _check_row_forward(model, layout, ids, (logits, base), tolerance)
     max_positions = _constant_range(model, rotations)
     return ProbeReport(True, None, layout, max_positions, value_error, key_error, logit_error)
@@ -170,6 +174,16 @@ def _forward(model: PreTrainedModel, ids: torch.Tensor, start: int) -> tuple[tor
     if len(layers) != len(decoder_layers(model)):
         raise NotReusable(f"{len(decoder_layers(model))} decoder layers keep KV for {len(layers)} (shared or missing)")
     return output.logits[0, -1], layers
+
+
+def _are_exchanged(base: hf_cache.LayerKV, shifted: hf_cache.LayerKV, tolerance: Tolerance) -> bool:
+    """Whether the position is in what a layer caches as values, and not in what it caches as keys."""
+    (keys, values), (moved_keys, moved_values) = base, shifted
+    return relative_l2(moved_values, values) > tolerance.values >= relative_l2(moved_keys, keys)
+
+
+def _ordered(layers: Sequence[hf_cache.LayerKV], exchanged: Sequence[bool]) -> list[hf_cache.LayerKV]:
+    return [(b, a) if turn else (a, b) for (a, b), turn in zip(layers, exchanged, strict=True)]
 
 
 def _check_values(base: Sequence[hf_cache.LayerKV], shifted: Sequence[hf_cache.LayerKV], tolerance: Tolerance) -> float:
@@ -233,17 +247,22 @@ def _rotation_error(rotation: Rotation | None, keys: torch.Tensor, moved: torch.
     return relative_l2(moved, expected)
 
 
-def _layout(base: Sequence[hf_cache.LayerKV], rotations: Sequence[Rotation | None], dtype: torch.dtype) -> KVLayout:
+def _layout(
+    base: Sequence[hf_cache.LayerKV],
+    rotations: Sequence[Rotation | None],
+    exchanged: Sequence[bool],
+    dtype: torch.dtype,
+) -> KVLayout:
     groups: list[LayerGroup] = []
-    for index, ((keys, values), rotation) in enumerate(zip(base, rotations, strict=True)):
+    for index, ((keys, values), rotation, turn) in enumerate(zip(base, rotations, exchanged, strict=True)):
         shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.device)
         for i, group in enumerate(groups):
             same = shape == (group.num_kv_heads, group.key_head_dim, group.value_head_dim, group.device)
-            if same and _same_rotation(group.rotation, rotation):
-                groups[i] = LayerGroup((*group.layers, index), *shape, group.rotation)
+            if same and turn == group.exchanged and _same_rotation(group.rotation, rotation):
+                groups[i] = replace(group, layers=(*group.layers, index))
                 break
         else:
-            groups.append(LayerGroup((index,), *shape, rotation))
+            groups.append(LayerGroup((index,), *shape, rotation, turn))
     return KVLayout(tuple(groups), base[0][0].dtype if base else dtype)
 
 

@@ -62,6 +62,15 @@ def test_layers_without_rotation_are_a_group_of_their_own(tiny_model) -> None:
     assert [(g.layers, g.rotation is None) for g in layout.groups] == [((0, 1, 2, 4), False), ((3,), True)]
 
 
+def test_what_is_rotated_is_found_among_the_cached_values_too(tiny_model) -> None:
+    layout = probe(tiny_model("deepseek_v3", **architectures.LATENT).model).require_layout
+    (group,) = layout.groups
+    assert group.exchanged
+    assert (group.num_kv_heads, group.key_head_dim, group.value_head_dim) == (1, 8, 20)
+    assert group.rotation is not None
+    assert not any(g.exchanged for g in probe(tiny_model("llama").model).require_layout.groups)
+
+
 def test_length_dependent_rope_is_reused_up_to_the_proven_length(tiny_model) -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     assert probe(tiny_model("llama", rope_parameters=dynamic).model).max_positions == 2048
