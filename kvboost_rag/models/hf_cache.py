@@ -104,8 +104,8 @@ class BufferLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.visible_length(query_length), 0
 
-    def get_seq_length(self) -> int:
-        return self.owner.seq_length
+    def get_seq_length(self) -> int | torch.Tensor:
+        return self.owner.length_for(self.index)
 
     def get_max_length(self) -> int:
         return -1
@@ -129,10 +129,18 @@ class BufferCache(Cache):
         self._observer: KVObserver | None = None
         self._rows: torch.Tensor | None = None
         self._row_length = 0
+        self._in_layers = False
 
-    @property
-    def seq_length(self) -> int:
-        return self.buffer.length
+    def length_for(self, index: int) -> int | torch.Tensor:
+        """How many positions stand in front of those that are being computed.
+
+        A layer that asks in row mode counts its rows' positions itself, as `arange(num_rows)` + length (Llama 4, to
+        scale queries). It is given a length for each row, `[num_rows]`, that makes the sum the row's position.
+        """
+        if self._rows is None or not self._in_layers:
+            return self.buffer.length
+        rows = self._rows.to(self.buffer.layer(index)[0].device)
+        return rows - torch.arange(len(rows), device=rows.device)
 
     def visible_length(self, query_length: int) -> int:
         return self._row_length if self._rows is not None else self.buffer.length + query_length
@@ -140,7 +148,12 @@ class BufferCache(Cache):
     def begin_rows(self, rows: torch.Tensor, prompt_length: int, observer: KVObserver | None = None) -> None:
         """Scatter the next forward's KV to positions `rows` (`[num_rows]`, ascending) of a prompt of that length."""
         self._rows, self._row_length, self._observer = rows, prompt_length, observer
+        self._in_layers = False
         self.rows_per_layer = [0] * len(self.layers)
+
+    def enter_layers(self) -> None:
+        """The next to ask are decoder layers, no longer the model around them."""
+        self._in_layers = True
 
     def narrow_rows(self, rows: torch.Tensor) -> None:
         """From the next layer on, only these rows come."""

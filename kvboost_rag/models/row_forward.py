@@ -168,6 +168,7 @@ def row_pass(model: nn.Module, buffer_cache: BufferCache, token_ids: torch.Tenso
     handles = [
         model.register_forward_pre_hook(state.before_model, with_kwargs=True, prepend=True),
         model.register_forward_hook(state.after_model, always_call=True),
+        decoder_layers(model)[0].register_forward_pre_hook(lambda *_: buffer_cache.enter_layers()),
     ]
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if head is not None:

@@ -86,6 +86,19 @@ def test_narrowed_rows_give_full_prefill_from_exact_kv(tiny_model, name: str) ->
     assert output.rows.tolist() == [*range(0, 61, 3)]
 
 
+@pytest.mark.parametrize("narrowing", [None, _KeepEveryThird()])
+def test_layers_that_count_positions_themselves(tiny_model, narrowing: Any) -> None:
+    """Llama 4 scales queries behind 8192 tokens by positions that it counts from the cache's length; here at once."""
+    model, ids = tiny_model("llama4_text", num_local_experts=2).model, _ids()
+    assert probe(model).reusable
+    for layer in decoder_layers(model):
+        layer.self_attn.floor_scale, layer.self_attn.attn_scale = 4, 2.0
+    expected = plain_forward(model, ids)[0][-1]
+    rows = torch.arange(LENGTH) if narrowing else torch.arange(0, LENGTH, 3)
+    output = row_forward(model, _buffer(model, ids, exact=True), ids, RowPlan(rows, narrowing))
+    torch.testing.assert_close(output.logits, expected, atol=2e-5, rtol=1e-4)
+
+
 def test_rows_per_layer_are_what_passes_the_layers(tiny_model) -> None:
     model, ids = tiny_model("llama").model, _ids()
     buffer = _buffer(model, ids, exact=True)
