@@ -256,12 +256,17 @@ def _narrow(name: str, value: Any, index: torch.Tensor, num_rows: int) -> Any:
         return type(value)(_narrow(name, v, index, num_rows) for v in value)
     if not isinstance(value, torch.Tensor):
         return value
+    for dim in _row_dims(name, value.dim()):
+        if value.dim() > dim and value.shape[dim] == num_rows:
+            return value.index_select(dim, index.to(value.device))
+    return value
+
+
+def _row_dims(name: str, num_dims: int) -> tuple[int, ...]:
+    """Dimensions that may count the rows, the likeliest first."""
     if name in ("position_ids", "cache_position"):
-        dim = value.dim() - 1
-    elif "mask" in name and value.dim() == 4:
-        dim = 2
-    else:  # hidden states and what goes with them: `[batch_size, num_rows, …]`
-        dim = 1
-    if value.dim() <= dim or value.shape[dim] != num_rows:
-        return value
-    return value.index_select(dim, index.to(value.device))
+        return (num_dims - 1,)
+    if num_dims < 4:  # hidden states and what goes with them: `[batch_size, num_rows, …]`
+        return (1,)
+    # Masks and what scales queries, `[batch_size, 1, num_rows, …]`; else `[batch_size, num_rows, num_heads, …]`.
+    return (2, 1) if "mask" in name else (1, 2)

@@ -11,7 +11,7 @@ from kv_helpers import kv_at, plain_forward
 
 from kvboost_rag.models.kv_buffer import KVBuffer
 from kvboost_rag.models.probe import probe
-from kvboost_rag.models.row_forward import RowPlan, decoder_layers, row_forward
+from kvboost_rag.models.row_forward import RowPlan, _narrow, decoder_layers, row_forward
 
 LENGTH = 61
 
@@ -97,6 +97,20 @@ def test_layers_that_count_positions_themselves(tiny_model, narrowing: Any) -> N
     rows = torch.arange(LENGTH) if narrowing else torch.arange(0, LENGTH, 3)
     output = row_forward(model, _buffer(model, ids, exact=True), ids, RowPlan(rows, narrowing))
     torch.testing.assert_close(output.logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_what_is_narrowed_follows_from_its_shape() -> None:
+    kept = torch.tensor([0, 2, 4])
+    shapes = {
+        "hidden_states": ((1, 5, 8), (1, 3, 8)),
+        "position_ids": ((3, 1, 5), (3, 1, 3)),
+        "attention_mask": ((1, 1, 5, 9), (1, 1, 3, 9)),
+        "attention_scaling": ((1, 1, 5, 1), (1, 1, 3, 1)),  # Beam's, of queries
+        "per_head": ((1, 5, 4, 8), (1, 3, 4, 8)),
+        "other": ((1, 4, 5), (1, 4, 5)),
+    }
+    for name, (before, after) in shapes.items():
+        assert _narrow(name, torch.zeros(before), kept, 5).shape == after, name
 
 
 def test_rows_per_layer_are_what_passes_the_layers(tiny_model) -> None:
