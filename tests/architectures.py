@@ -17,6 +17,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 256,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 128,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
     "num_key_value_heads": 4,

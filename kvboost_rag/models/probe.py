@@ -296,8 +296,10 @@ def _context_lengths(model: PreTrainedModel) -> list[int]:
     """Lengths at which a model may change its RoPE: its context length, and the one before it was extended."""
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = (p for p in parameters.values() if isinstance(p, dict))
     key = "original_max_position_embeddings"
-    lengths = (getattr(config, "max_position_embeddings", None), parameters.get(key), getattr(config, key, None))
+    before = (p.get(key) for p in (parameters, *per_layer_type))
+    lengths = (getattr(config, "max_position_embeddings", None), getattr(config, key, None), *before)
     return sorted({int(n) for n in lengths if n} or {4096}, reverse=True)
 
 

@@ -71,17 +71,21 @@ def test_what_is_rotated_is_found_among_the_cached_values_too(tiny_model) -> Non
     assert not any(g.exchanged for g in probe(tiny_model("llama").model).require_layout.groups)
 
 
+def test_rope_that_changes_with_length_in_some_layers_only(tiny_model) -> None:
+    bases = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": dict(architectures.LONGROPE),
+    }
+    fields = {"sliding_window": 16, "num_hidden_layers": 7, "max_position_embeddings": 2048}
+    report = probe(tiny_model("gemma3_text", rope_parameters=bases, **fields).model)
+    assert report.reusable, report.reason
+    assert report.max_positions == 128
+
+
 def test_length_dependent_rope_is_reused_up_to_the_proven_length(tiny_model) -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     assert probe(tiny_model("llama", rope_parameters=dynamic).model).max_positions == 2048
-    longrope = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-        "original_max_position_embeddings": 128,
-    }
-    model = tiny_model("phi3", rope_parameters=longrope, original_max_position_embeddings=128).model
+    model = tiny_model("phi3", rope_parameters=dict(architectures.LONGROPE), original_max_position_embeddings=128).model
     assert probe(model).max_positions == 128
 
 
