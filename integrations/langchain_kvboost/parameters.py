@@ -99,7 +99,7 @@ class KVBoostParameters(KVBoostFields):
 
         Its model and tokenizer are used as they are, not copied.
         """
-        return cls(pipeline=pipeline, **kwargs)
+        return cls(**(kwargs | {"pipeline": pipeline}))
 
     @property
     def engine(self) -> KVBoost:
