@@ -165,16 +165,17 @@ def row_pass(model: nn.Module, buffer_cache: BufferCache, token_ids: torch.Tenso
     """
     register()
     state = RowPass(model, buffer_cache, token_ids, plan)
+    layers = decoder_layers(model)
     handles = [
         model.register_forward_pre_hook(state.before_model, with_kwargs=True, prepend=True),
         model.register_forward_hook(state.after_model, always_call=True),
-        decoder_layers(model)[0].register_forward_pre_hook(lambda *_: buffer_cache.enter_layers()),
+        layers[0].register_forward_pre_hook(lambda *_: buffer_cache.enter_layers()),
     ]
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if head is not None:
         handles.append(head.register_forward_pre_hook(_plain_strides))
     if plan.narrowing is not None:
-        for index, layer in enumerate(decoder_layers(model)):
+        for index, layer in enumerate(layers):
             hook = _layer_hook(state, index)
             handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
     try:
