@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from kvboost_rag.aio import iterate
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from kvboost_rag.result_summary import usage_dict
+from kvboost_rag.tool_choice import chosen_tools
 from langchain_kvboost.messages import carried_documents, document_hints, template_messages
 from langchain_kvboost.outputs import ChatChunks, chat_generation
 from langchain_kvboost.parameters import KVBoostParameters
@@ -130,20 +131,11 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
             kwargs: bound like those of `bind`; OpenAI's `strict` and `parallel_tool_calls` have no effect.
 
         Raises:
-            ValueError: `tool_choice` names a tool that is not there.
+            ValueError: `tool_choice` names a tool that is not there, or a tool is no function (OpenAI's server tools).
         """
-        offered = [convert_to_openai_tool(tool) for tool in tools]
-        chosen = tool_choice["function"]["name"] if isinstance(tool_choice, dict) else tool_choice
-        if chosen == "none":
-            offered = []
-        elif isinstance(chosen, str) and chosen not in ("auto", "any", "required"):
-            names = [tool["function"]["name"] for tool in offered]
-            if chosen not in names:
-                raise ValueError(f"tool_choice={chosen!r} is none of the tools: {', '.join(names)}")
-            offered = [tool for tool in offered if tool["function"]["name"] == chosen]
         for name in ("strict", "parallel_tool_calls"):
             kwargs.pop(name, None)
-        return self.bind(tools=offered, **kwargs)
+        return self.bind(tools=_offered(tools, tool_choice), **kwargs)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt that these messages make, chat template and tools included.
@@ -153,7 +145,7 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         """
         if not messages:
             return 0
-        offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
+        offered = _offered(tools) or None
         tokens, plain = self.engine.tokens, template_messages(messages)
         try:
             return tokens.count(tokens.render(plain, tools=offered))
@@ -171,7 +163,7 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         kwargs: dict[str, Any],
         cancelled: threading.Event | None = None,
     ) -> Generator[StreamEvent, None, None]:
-        call = kwargs | ({"tools": tools} if (tools := _offered(kwargs)) else {})
+        call = kwargs | {"tools": _offered(kwargs.get("tools"), kwargs.get("tool_choice"))}
         documents = document_hints(call.pop("documents", None)) + carried_documents(messages)
         return self._events(template_messages(messages), stop, documents, call, cancelled)
 
@@ -185,9 +177,10 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
 
 
 def _tool_names(kwargs: dict[str, Any]) -> list[str]:
-    return [tool["function"]["name"] for tool in _offered(kwargs)]
+    return [tool["function"]["name"] for tool in _offered(kwargs.get("tools"), kwargs.get("tool_choice"))]
 
 
-def _offered(kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+def _offered(tools: Sequence[Any] | None, tool_choice: Any = None) -> list[Mapping[str, Any]]:
     """The tools of a call, which `bind` and `invoke` take in every form that `bind_tools` takes."""
-    return [convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ()]
+    # LangChain's False says nothing; tools are left out with "none".
+    return chosen_tools([convert_to_openai_tool(tool) for tool in tools or ()], tool_choice or None)

@@ -84,21 +84,43 @@ def test_tools_may_be_bound_in_any_form(chat: Any, saying: Any) -> None:
         assert [call["name"] for call in _ask(bound, path, **saying(CALL)).tool_calls] == ["look_up"]
 
 
-def test_tool_choice(chat: Any) -> None:
-    @tool
-    def other(x: int) -> int:
-        """Another one."""
-        return x
+@tool
+def other(x: int) -> int:
+    """Another one."""
+    return x
 
+
+@pytest.mark.parametrize(
+    ("choice", "offered"),
+    [
+        *[(choice, ["look_up", "other"]) for choice in (None, "any", "auto", "required", True, False, {"type": "any"})],
+        ("other", ["other"]),
+        ({"type": "function", "function": {"name": "other"}}, ["other"]),
+        ({"type": "tool", "name": "other"}, ["other"]),
+        ("none", []),
+        ({"type": "none"}, []),
+    ],
+)
+def test_tool_choice_is_the_same_for_every_way_to_give_tools(chat: Any, choice: Any, offered: list[str]) -> None:
+    ours, both, said = chat(), [look_up, other], [HumanMessage("hi")]
+    bound = ours.bind_tools(both, tool_choice=choice)
+    assert [t["function"]["name"] for t in bound.kwargs["tools"]] == offered
+    expected = ours.get_num_tokens_from_messages(said, tools=[t for t in both if t.name in offered])
+    for answer in (
+        bound.invoke(said),
+        ours.bind(tools=both, tool_choice=choice).invoke(said),
+        ours.invoke(said, tools=both, tool_choice=choice),
+    ):
+        assert answer.usage_metadata["input_tokens"] == expected
+
+
+def test_tools_that_cannot_be_offered_are_refused_by_name(chat: Any) -> None:
     ours = chat()
-    names = lambda choice: [  # noqa: E731
-        t["function"]["name"] for t in ours.bind_tools([look_up, other], tool_choice=choice).kwargs["tools"]
-    ]
-    assert names(None) == names("any") == names("auto") == names(True) == ["look_up", "other"]
-    assert names("other") == names({"type": "function", "function": {"name": "other"}}) == ["other"]
-    assert names("none") == []
-    with pytest.raises(ValueError, match="none of the tools: look_up, other"):
-        names("third")
+    for ask in (ours.bind_tools, lambda tools, **call: ours.bind(tools=tools, **call).invoke("hi")):
+        with pytest.raises(ValueError, match="'third' is not among the tools offered: look_up, other"):
+            ask([look_up, other], tool_choice="third")
+        with pytest.raises(ValueError, match="'web_search_preview': only functions"):
+            ask([look_up, {"type": "web_search_preview"}])
 
 
 @pytest.mark.parametrize("schema", [Person, Person.model_json_schema()])

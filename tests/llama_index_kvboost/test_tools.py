@@ -13,7 +13,7 @@ from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.kvboost import KVBoostLLM
-from llama_index_kvboost.helpers import MakeLLM
+from llama_index_kvboost.helpers import USER, MakeLLM
 
 from kvboost_rag import KVBoost
 from kvboost_rag.models.load import load_model
@@ -124,6 +124,8 @@ def test_tool_choice_narrows_what_is_offered(tool_llm: KVBoostLLM) -> None:
     assert offered == [(False, False), (True, False), (True, True)]
     with pytest.raises(ValueError, match=r"nothing.*add, other"):
         tool_llm.chat_with_tools([ADD, other], "2 + 3?", tool_choice="nothing")
+    with pytest.raises(ValueError, match="'web_search': only functions"):
+        tool_llm.chat(USER, tools=[{"type": "web_search"}])
 
 
 class Sum(BaseModel):

@@ -19,6 +19,7 @@ from kvboost_rag.config import GenerationParams, ReuseConfig
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from kvboost_rag.generation_kwargs import merge_params
 from kvboost_rag.registry import EngineSpec
+from kvboost_rag.tool_choice import chosen_tools
 
 REUSE_SETTINGS = ("reuse", "repair", "recompute_ratio", "namespace", "strict")
 """Fields of `ReuseConfig` that a model or a single call may set."""
@@ -133,22 +134,3 @@ class CallDefaults:
             options["template"] = template | ({"tools": tools} if tools else {})
         options["documents"] = documents
         return Call(self.spec, prompt, options, tuple(tool["function"]["name"] for tool in tools))
-
-
-def chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> list[Mapping[str, Any]]:
-    """The tools to offer: none for the choice `none`, one for a name, else all (nothing can force a local model).
-
-    Raises:
-        ValueError: the named tool is not among them.
-    """
-    if isinstance(choice, Mapping):
-        choice = (choice.get("function") or choice).get("name")
-    if choice in (None, "auto", "any", "required", True):
-        return list(tools)
-    if choice in ("none", False):
-        return []
-    named = [tool for tool in tools if tool["function"]["name"] == choice]
-    if not named:
-        names = ", ".join(tool["function"]["name"] for tool in tools)
-        raise ValueError(f"tool_choice={choice!r} is not among the tools offered: {names}")
-    return named
