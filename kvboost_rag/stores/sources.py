@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
 from kvboost_rag.stores.database import Database
@@ -63,6 +64,16 @@ class SourceLinks:
             "SELECT DISTINCT source_id FROM sources WHERE chunk = ? ORDER BY source_id", (content_hash,)
         )
         return tuple(row[0] for row in found)
+
+    def state(self) -> str:
+        """A digest of which chunks are known and whose they are: equal as long as nothing of that changed."""
+        digest = hashlib.blake2b(digest_size=16)
+        for query in (
+            "SELECT * FROM sources ORDER BY namespace, source_id, fingerprint, place",
+            "SELECT content_hash FROM chunks WHERE NOT removed ORDER BY content_hash",
+        ):
+            digest.update(repr(self.database.read(query)).encode())
+        return digest.hexdigest()
 
     def _unreferenced(self, chunks: Iterable[str]) -> tuple[str, ...]:
         gone = dict.fromkeys(chunks)

@@ -27,6 +27,13 @@ from kvboost_rag.config import EncodingConfig
 SPLITTER = SentenceSplitter(chunk_size=512, chunk_overlap=0)
 
 
+class Paragraphs(NodeParser):
+    """One node per paragraph."""
+
+    def _parse_nodes(self, nodes: Sequence[BaseNode], show_progress: bool = False, **kwargs: Any) -> list[BaseNode]:
+        return [new for node in nodes for new in build_nodes_from_splits(node.get_content().split("\n\n"), node)]
+
+
 def known(llm: KVBoostLLM) -> set[str]:
     """Texts that the model would recognise in a prompt."""
     texts = llm.engine.library.known_texts("")
@@ -60,14 +67,33 @@ def test_the_pipelines_cache_skips_what_is_warm_and_nothing_else(llm: KVBoostLLM
     warm = KVWarm(llm=llm)
     pipeline = IngestionPipeline(transformations=[SPLITTER, warm])
     pipeline.run(documents=documents())
-    first = warm.report
     pipeline.run(documents=documents())
-    assert warm.report is first
+    second = warm.report
+    assert (second.num_encoded, second.num_already_stored) == (0, len(TEXTS))
+    pipeline.run(documents=documents())
+    assert warm.report is second
     other = KVWarm(llm=make_llm())
     pipeline.transformations = [SPLITTER, other]
     pipeline.run(documents=documents())
     assert other.report is not None
     assert other.report.num_encoded == len(TEXTS)
+
+
+def test_the_pipelines_cache_does_not_hide_what_was_forgotten(llm: KVBoostLLM) -> None:
+    """The cache has seen these nodes, but what became of them since is not for it to know."""
+    warm = KVWarm(llm=llm)
+    pipeline = IngestionPipeline(transformations=[Paragraphs(), warm])
+
+    def run(*texts: str) -> set[str]:
+        pipeline.run(documents=[Document(text="\n\n".join(texts), id_="a")])
+        return known(llm)
+
+    for texts in (TEXTS, TEXTS[:1], TEXTS, TEXTS[:1]):  # edits that are taken back
+        assert run(*texts) == set(texts)
+    assert warm.delete("a") == 1
+    assert run(TEXTS[0]) == {TEXTS[0]}
+    llm.engine.evict([TEXTS[0]])
+    assert run(TEXTS[0]) == {TEXTS[0]}
 
 
 def test_a_store_that_was_deleted_is_warmed_again(tiny_loaded: Any, make_llm: MakeLLM, tmp_path: Any) -> None:
@@ -100,13 +126,6 @@ def test_upserts_and_deletes_forget_old_chunks(llm: KVBoostLLM) -> None:
     for left in ([1, 2], [1], [1, 2], [1]):  # with and without anything new to warm, more than once
         pipeline.run(documents=[edited[i] for i in left])
         assert known(llm) == {TEXTS[i] for i in left}
-
-
-class Paragraphs(NodeParser):
-    """One node per paragraph."""
-
-    def _parse_nodes(self, nodes: Sequence[BaseNode], show_progress: bool = False, **kwargs: Any) -> list[BaseNode]:
-        return [new for node in nodes for new in build_nodes_from_splits(node.get_content().split("\n\n"), node)]
 
 
 def test_an_edited_document_keeps_the_kv_of_chunks_that_did_not_change(llm: KVBoostLLM) -> None:

@@ -10,12 +10,12 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, field_validator
 from llama_index.core.schema import BaseNode, TransformComponent
 from llama_index.llms.kvboost.base import KVBoostLLM
+from llama_index.llms.kvboost.generation import generation, store_identity
 from llama_index.llms.kvboost.nodes import PROMPT_MODES, node_text, node_texts
 
 from kvboost_rag.datamodels import WarmReport
@@ -35,8 +35,8 @@ class KVWarm(TransformComponent):
     citation engine writes, is made known and computed when it first stands in a prompt.
 
     A call replaces what its source documents (`ref_doc_id`) had before: chunks that no document has any more are
-    forgotten, so the nodes of a document belong into one call. The pipeline's cache skips nodes that were warmed
-    into the same store; what was evicted since is computed when it is asked for.
+    forgotten, so the nodes of a document belong into one call. The pipeline's cache skips nodes as long as nothing was
+    warmed or deleted since they were seen; going through nodes that are warm takes little time.
 
     Args:
         llm: the model, or a KVBoost engine's LLM settings as `to_dict` gave them.
@@ -77,10 +77,10 @@ class KVWarm(TransformComponent):
         return self._report
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Fields, and in `warmed_into` what the pipeline's cache has to tell apart: model, tenant, store, deletions."""
+        """Fields, and in `warmed_into` what the pipeline's cache has to tell apart: model, tenant, store, changes."""
         self._refuse_worker()
         engine = self.llm.engine
-        into = [engine.library.fingerprint, self._namespace, _store_identity(engine)]
+        into = [engine.library.fingerprint, self._namespace, store_identity(engine), generation(engine)]
         if self.docstore is not None and self._gone(self.docstore):
             into.append(uuid.uuid4().hex)  # something is to be forgotten: this call must not be skipped
         return super().to_dict(**kwargs) | {"warmed_into": into}
@@ -104,6 +104,7 @@ class KVWarm(TransformComponent):
                 self._report = self._warm(usable)
             else:
                 self._report = engine.warm([node_text(node) for node in usable])  # says why it does nothing
+        generation(engine)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -186,11 +187,3 @@ def _chunks(nodes: Sequence[BaseNode], embeddings: bool) -> SourceTexts:
 
 def _sum(first: WarmReport, second: WarmReport) -> WarmReport:
     return WarmReport(*(a + b for a, b in zip(astuple(first), astuple(second), strict=True)))
-
-
-def _store_identity(engine: Any) -> str:
-    """Differs between stores, also between one that was deleted and another at the same place."""
-    path = Path(engine.store.catalog.database.path)
-    if not path.is_file():
-        return f"memory {os.getpid()} {id(engine.store)}"
-    return f"{path.absolute()} {path.stat().st_ino}"
