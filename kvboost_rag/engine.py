@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -194,7 +195,7 @@ class KVBoost:
         if not encode:
             return nothing_encoded(records)
         # Chunk by chunk, so that requests are served in between.
-        return warm(self.library, records, progress, run=lambda step: self._worker.submit(step).result())
+        return warm(self.library, records, progress, run=self._worker.call)
 
     def register(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Make documents known without encoding them: each is encoded when it first stands in a prompt.
@@ -226,8 +227,9 @@ class KVBoost:
             The whole answer and how it came about.
         """
         result = None
-        for event in self.stream(prompt, **options):
-            result = event.result
+        with closing(self.stream(prompt, **options)) as events:  # Ctrl-C here stops the generation as well
+            for event in events:
+                result = event.result
         if result is None:
             raise RuntimeError("the request ended without a result")
         return result
@@ -318,7 +320,7 @@ class KVBoost:
     def _encode_now(self, content_hash: str) -> None:
         record = self.store.catalog.get(content_hash)
         if record is not None:
-            self._worker.submit(partial(self.library.fetch, record)).result()
+            self._worker.call(partial(self.library.fetch, record))
 
     def profile_notice(self) -> str | None:
         """What the model runs on where that is not a profile it passed; None if that was said in this process."""
@@ -344,7 +346,7 @@ class KVBoost:
         return self._logits(self._request(prompt, **options), continuation)
 
     def _logits(self, request: Request, continuation: Sequence[int]) -> torch.Tensor:
-        return self._worker.submit(lambda: self._server.logits(request, continuation)).result()
+        return self._worker.call(lambda: self._server.logits(request, continuation))
 
     def _compare_with_full(self, request: Request, answer: Sequence[int]) -> ShadowSample:
         """A served request once more, by reuse and by full prefill, along the answer that was given."""
@@ -369,7 +371,7 @@ class KVBoost:
         return self._forget(keys, tenant)
 
     def _forget(self, content_hashes: Sequence[str], namespace: str) -> int:
-        known = self._worker.submit(lambda: self.library.forget(content_hashes)).result()
+        known = self._worker.call(lambda: self.library.forget(content_hashes))
         self.similar.forget(content_hashes, namespace)
         return known
 

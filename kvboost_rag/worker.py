@@ -6,11 +6,13 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+CLOSED_BEFORE = "the engine was closed before this request began"
 
 
 class Worker:
@@ -56,9 +58,25 @@ class Worker:
             future = self._executor.submit(self._run, job)
         except RuntimeError:  # closed a moment ago
             self._finished()
-            raise
+            raise RuntimeError("the engine is closed") from None
         future.add_done_callback(self._finished)
         return future
+
+    def call(self, job: Callable[[], T]) -> T:
+        """Run a job in its turn and wait for what it gives.
+
+        Raises:
+            RuntimeError: as in `submit`, or the engine was closed before the job's turn came.
+        """
+        future = self.submit(job)
+        try:
+            return future.result()
+        except CancelledError:
+            if future.cancelled():
+                raise RuntimeError(CLOSED_BEFORE) from None
+            raise
+        finally:
+            future.cancel()  # whoever was interrupted while waiting wants no more of it
 
     def _finished(self, future: object = None) -> None:
         with self._lock:
@@ -152,5 +170,5 @@ def _ended_early(items: queue.SimpleQueue[object], cancelled: threading.Event, f
     """Whoever waits for a job that never begins must not wait for ever."""
     if future.cancelled():
         if not cancelled.is_set():
-            items.put(_Failure(RuntimeError("the engine was closed before this request began")))
+            items.put(_Failure(RuntimeError(CLOSED_BEFORE)))
         items.put(_END)

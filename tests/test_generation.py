@@ -12,6 +12,7 @@ from corpus_texts import document, prompt
 
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.models.load import LoadedModel
+from kvboost_rag.worker import Stream
 
 DOCUMENTS = [document(n) for n in range(3)]
 TEXT = prompt(DOCUMENTS)
@@ -151,3 +152,26 @@ def test_a_refused_model_still_generates(tiny_model: Any, caplog: pytest.LogCapt
         result = engine.generate(TEXT, documents=DOCUMENTS, params=TWENTY)
         assert (result.reuse, result.usage.cached_tokens) == ("off", 0)
         assert result.usage.output_tokens > 0
+
+
+def test_an_interrupted_caller_leaves_no_generation_behind(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in `generate`, whose traceback keeps everything alive: closing the engine must not wait for the answer."""
+    steps = 0
+
+    def count(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        return scores
+
+    def interrupted(stream: Stream[Any]) -> Any:
+        stream._items.get()
+        raise KeyboardInterrupt
+
+    params = GenerationParams(max_new_tokens=500, extra={"min_new_tokens": 500, "logits_processor": [count]})
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "__next__", interrupted)
+        with pytest.raises(KeyboardInterrupt) as held:
+            engine.generate(TEXT, params=params)
+    engine._worker.call(lambda: None)
+    assert held.tb is not None
+    assert 0 < steps < 500

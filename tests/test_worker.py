@@ -162,3 +162,23 @@ def test_a_forked_child_is_told_instead_of_waiting_for_ever(worker: Worker) -> N
         os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert worker.submit(lambda: 3).result() == 3
+
+
+def test_callers_that_wait_for_their_turn_are_told_that_it_was_closed() -> None:
+    worker = Worker("test")
+    gate, said = threading.Event(), []
+    worker.submit(lambda: gate.wait(5))
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="closed before") as raised:
+            worker.call(lambda: None)
+        said.append(raised)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while worker._unfinished < 2:
+        time.sleep(0.001)
+    threading.Timer(0.05, gate.set).start()
+    worker.close()
+    waiting.join(5)
+    assert len(said) == 1
