@@ -22,6 +22,7 @@ from kvboost_rag.pipeline import Pipeline, Prepared, plain
 from kvboost_rag.repair import RepairStrategy
 from kvboost_rag.report import Outcome, build_result
 from kvboost_rag.rewritten import RewrittenNotice
+from kvboost_rag.stores.database import waiting_at_most
 from kvboost_rag.timing import StageClock, gpus_of
 from kvboost_rag.worker import Cancelled
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
+
+STORE_PATIENCE_S = 2.0
+"""What one request waits for other processes that write to its catalog, before it goes on without what it wanted."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Server:
     def _gpus(self) -> tuple[torch.device, ...]:
         return gpus_of(self.model)
 
+    @waiting_at_most(STORE_PATIENCE_S)
     def serve(self, request: Request, on_text: Callable[[str], None], cancelled: threading.Event) -> GenerationResult:
         """Segment, look up, load, realign, repair, decode.
 

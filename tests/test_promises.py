@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -311,6 +312,24 @@ def test_faults_fall_back_to_plain_prefill(
     assert sum("served by plain prefill" in r.message for r in caplog.records) == 1
     with pytest.raises(OSError, match="broken on purpose"):
         engine.generate(text, params=EIGHT, strict=True)
+
+
+def test_a_catalog_that_another_program_holds_costs_a_request_little(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(store=tmp_path / "kv")
+    engine.warm(DOCUMENTS[:2])
+    plain = engine.generate(prompt(DOCUMENTS), documents=DOCUMENTS, reuse="off", params=EIGHT)
+    other = sqlite3.connect(engine.store.catalog.database.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr("kvboost_rag.stores.database.BUSY_TIMEOUT_S", 1e6)  # what warming would wait
+    known = engine.generate(prompt(DOCUMENTS[:2]), params=EIGHT, strict=True)
+    assert known.reuse == "blend"
+    unknown = engine.generate(prompt(DOCUMENTS), documents=DOCUMENTS, params=EIGHT)
+    assert unknown.token_ids == plain.token_ids
+    assert engine.stats().fallbacks == {"OperationalError": 1}
+    other.execute("ROLLBACK")
+    assert engine.generate(prompt(DOCUMENTS), documents=DOCUMENTS, params=EIGHT, strict=True).reuse == "blend"
 
 
 def test_a_store_that_cannot_keep_anything_changes_nothing_but_speed(make_engine: MakeEngine) -> None:

@@ -6,12 +6,19 @@ import contextlib
 import os
 import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 BUSY_TIMEOUT_S = 60.0
+
+LONGEST_PAUSE_S = 0.05
+"""Between two attempts to begin a transaction."""
+
+_patience: ContextVar[list[float] | None] = ContextVar("kvboost_patience", default=None)
 
 
 class StoreError(RuntimeError):
@@ -22,6 +29,16 @@ class DamagedDatabaseError(StoreError):
     """The file is not a readable SQLite database."""
 
 
+@contextlib.contextmanager
+def waiting_at_most(seconds: float) -> Iterator[None]:
+    """In the block this thread waits `seconds` in all for other processes' writes, not `BUSY_TIMEOUT_S` for each."""
+    token = _patience.set([seconds])
+    try:
+        yield
+    finally:
+        _patience.reset(token)
+
+
 _open_databases: weakref.WeakSet[Database] = weakref.WeakSet()
 
 
@@ -29,7 +46,8 @@ class Database:
     """A SQLite database in a file (write-ahead log, several processes) or in memory (`":memory:"`).
 
     Statements of one process run one after the other under a lock. Another process's write is waited for, up to
-    `BUSY_TIMEOUT_S`. A child made by `fork` opens a connection of its own: SQLite's may not cross a fork.
+    `BUSY_TIMEOUT_S` (or `waiting_at_most`), while other threads go on reading. A child made by `fork` opens a
+    connection of its own: SQLite's may not cross a fork.
 
     Args:
         path: the file, or `":memory:"`.
@@ -64,11 +82,8 @@ class Database:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Hold the write lock of the database; commit at the end, roll back on an exception. May be nested."""
-        with self._lock:
-            connection = self._alive()
-            if self._depth == 0:
-                connection.execute("BEGIN IMMEDIATE")
-            self._depth += 1
+        connection = self._begin()
+        try:
             try:
                 yield connection
             except BaseException:
@@ -79,6 +94,13 @@ class Database:
             self._depth -= 1
             if self._depth == 0:
                 self._commit(connection)
+        finally:
+            self._lock.release()
+
+    def wait_for_writers(self) -> None:
+        """Until no other process writes, for callers who are about to take a lock of their own before `transaction`."""
+        with self.transaction():
+            pass
 
     def wipe_log(self) -> None:
         """Move the write-ahead log into the main file and empty it, so that deleted text is in neither."""
@@ -99,6 +121,26 @@ class Database:
         if self._connection is not None and self.path != ":memory:":
             self._left_to_parent.append(self._connection)
             self._connection = None
+
+    def _begin(self) -> sqlite3.Connection:
+        """Take the lock and be in a transaction; the lock is not held while another process's write is waited for."""
+        left, pause = _patience.get() or [BUSY_TIMEOUT_S], LONGEST_PAUSE_S / 64
+        while True:
+            self._lock.acquire()
+            try:
+                connection = self._alive()
+                if self._depth == 0:
+                    _begin_at_once(connection)
+                self._depth += 1
+                return connection
+            except BaseException as error:
+                self._lock.release()
+                if not _is_busy(error) or left[0] <= 0:
+                    raise
+            started = time.monotonic()
+            time.sleep(min(pause, left[0]))
+            left[0] -= time.monotonic() - started
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     @staticmethod
     def _commit(connection: sqlite3.Connection) -> None:
@@ -155,6 +197,19 @@ class Database:
         verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
             raise DamagedDatabaseError(f"{self.path}: {verdict}")
+
+
+def _begin_at_once(connection: sqlite3.Connection) -> None:
+    """Begin to write, or raise if another process does; SQLite's own waiting would keep our other threads out."""
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
+
+
+def _is_busy(error: BaseException) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 
 def _after_fork_in_child() -> None:

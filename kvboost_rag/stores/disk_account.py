@@ -7,7 +7,8 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ class DiskAccount:
         if self.table.database.is_new:
             recovery.rebuild(self._folder, self.table, self._catalog)
         self.clear_after_dead_owners()
-        with self._lock, self.table.database.transaction():
+        with self._changing():
             self._learn_of_new_files()
             self._make_room(0)
 
@@ -73,6 +74,7 @@ class DiskAccount:
         """Make room for a file of `num_bytes` and set that aside, or say why not (`too_large`, `pinned`)."""
         if num_bytes > self._budget_bytes:
             return None, "too_large"
+        self.table.database.wait_for_writers()
         with self._lock:
             self._settle_failed_writes()
             return self._reserve(key, num_bytes)
@@ -90,7 +92,7 @@ class DiskAccount:
 
     def publish(self, staged: Path, info: EntryInfo, reservation: Reservation) -> None:
         """Give a staged file its name and its row. Raises OSError or sqlite3.Error: call `fail` then."""
-        with self._lock, self.table.database.transaction():
+        with self._changing():
             self._learn_of_new_files()
             self._folder.publish(staged, info.key)
             self._last_seq = self.table.add(info)
@@ -109,7 +111,7 @@ class DiskAccount:
             StoreError: the file cannot be removed.
         """
         try:
-            with self._lock, self.table.database.transaction():
+            with self._changing():
                 had_file = self._folder.remove(key)
                 had_row = self.table.remove(key)
                 self._policy.remove(key)
@@ -166,7 +168,7 @@ class DiskAccount:
 
     def enter(self, key: str) -> bool:
         """Enter a file that is not accounted for; False if it is not usable."""
-        with self._lock, self.table.database.transaction():
+        with self._changing():
             try:
                 recovery.enter(self._folder, self.table, self._catalog, key)
             except (OSError, ValueError):
@@ -183,6 +185,13 @@ class DiskAccount:
                 recovery.settle(self._folder, self.table, self._catalog, reservation)
         if num_dead:
             recovery.reconcile(self._folder, self.table, self._catalog)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Both locks; another process is waited for before the store's is taken, which requests need to read."""
+        self.table.database.wait_for_writers()
+        with self._lock, self.table.database.transaction():
+            yield
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict until `num_bytes` more fit in the budget; whether they do."""
