@@ -40,6 +40,7 @@ def dry_run(
     from kvboost_rag.models.load import load_tokenizer
     from kvboost_rag.prompt_tokens import PromptTokens
     from kvboost_rag.stores import DiskStore
+    from kvboost_rag.stores.budget import UNLIMITED
 
     tokens = PromptTokens(load_tokenizer(model.name))
     fingerprint = recall_fingerprint(store.folder, model)
@@ -48,7 +49,7 @@ def dry_run(
         console.print(f"{model.name} has not been warmed in {store.folder}: everything is new", highlight=False)
         _print(_preview(tokens, None, "", namespace, chunks, [], folders))
         return
-    disk = DiskStore(store.folder, kv_cache_size_ratio=1.0)
+    disk = DiskStore(store.folder, UNLIMITED)
     try:
         _print(_preview(tokens, disk, fingerprint, namespace, chunks, empty_sources(corpus), folders))
     finally:

@@ -113,11 +113,12 @@ def open_disk(chosen: Path | None) -> DiskStore:
         StoreError: there is none.
     """
     from kvboost_rag.stores import DiskStore, StoreError
+    from kvboost_rag.stores.budget import UNLIMITED
 
     folder = store_folder(chosen)
     if not (folder / "catalog.sqlite").is_file() and not any((folder / "chunks").glob("*/*")):
         raise StoreError(f"no store at {folder}: kvboost-rag warm PATH makes one")
-    return DiskStore(folder, kv_cache_size_ratio=1.0)
+    return DiskStore(folder, UNLIMITED)
 
 
 def _parse_bytes(option: str, text: str | None) -> int | None:

@@ -128,9 +128,10 @@ def _with_context(engine: KVBoost, corpus: Corpus) -> Corpus:
 def _scratch_store(folder: Path) -> Iterator[DiskStore]:
     """A store on the same disk that is gone afterwards."""
     from kvboost_rag.stores import DiskStore
+    from kvboost_rag.stores.budget import UNLIMITED
 
     with tempfile.TemporaryDirectory(prefix=".kvboost-plan-", dir=_nearest_folder(folder)) as scratch:
-        disk = DiskStore(scratch, kv_cache_size_ratio=1.0)
+        disk = DiskStore(scratch, UNLIMITED)
         try:
             yield disk
         finally:
@@ -185,7 +186,7 @@ def _drop_page_cache(disk: DiskStore) -> None:
 
 
 def _print(corpus: Corpus, measured: Measured, kept: options.StoreChoice) -> None:
-    from kvboost_rag.stores.budget import DEFAULT_RATIO, disk_bytes, host_memory_bytes, resolve_budget
+    from kvboost_rag.stores.budget import DEFAULT_RATIO, disk_budget, host_memory_bytes, resolve_budget
     from kvboost_rag.stores.cost import plan as compute
 
     found = compute(
@@ -197,7 +198,7 @@ def _print(corpus: Corpus, measured: Measured, kept: options.StoreChoice) -> Non
         encode_tokens_per_second=measured.encode_tokens_per_second,
     )
     memory = resolve_budget(kept.memory_bytes, DEFAULT_RATIO, host_memory_bytes())
-    disk = resolve_budget(kept.disk_bytes, DEFAULT_RATIO, disk_bytes(_nearest_folder(kept.folder)))
+    disk = disk_budget(kept.disk_bytes, DEFAULT_RATIO, _nearest_folder(kept.folder))
     lines = [
         f"corpus     {corpus.num_tokens:,} tokens in {corpus.num_chunks:,} chunks of {corpus.chunk_tokens:,}",
         f"needs      {bytes_text(found.corpus_bytes)} ({bytes_text(found.bytes_per_token)} a token): "

@@ -8,6 +8,9 @@ from pathlib import Path
 
 DEFAULT_RATIO = 0.35
 
+UNLIMITED = 2**62
+"""Of disk, for what only looks or clears up: no share of a file system that may be smaller than what it once held."""
+
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -37,6 +40,17 @@ def host_memory_bytes() -> int:
     return total
 
 
-def disk_bytes(folder: str | Path) -> int:
-    """Size of the file system that holds `folder`."""
-    return shutil.disk_usage(folder).total
+def disk_budget(budget_bytes: int | None, kv_cache_size_ratio: float, folder: str | Path) -> int:
+    """`resolve_budget` for the file system that holds `folder`.
+
+    Raises:
+        ValueError: as there, or a share is wanted of a file system that does not say its size (some in user space and
+            in networks): a budget of 0 would keep nothing, and evict what an earlier run has stored.
+    """
+    total = shutil.disk_usage(folder).total
+    if budget_bytes is None and total <= 0:
+        raise ValueError(
+            f"the file system of {folder} does not say its size, so that no share of it can be the disk budget: set "
+            "one in bytes (open_store(…, disk_bytes=…), DiskStore(…, budget_bytes), or --disk-budget)"
+        )
+    return resolve_budget(budget_bytes, kv_cache_size_ratio, total)

@@ -14,7 +14,7 @@ from kvboost_rag.chunk_keys import context_hash, encoding_context
 from kvboost_rag.datamodels import ChunkRecord, StoreEntry
 from kvboost_rag.stores import chunk_file
 from kvboost_rag.stores.base import EntryInfo, Store, StoreError
-from kvboost_rag.stores.budget import DEFAULT_RATIO, disk_bytes, resolve_budget
+from kvboost_rag.stores.budget import DEFAULT_RATIO, disk_budget
 from kvboost_rag.stores.catalog import Catalog
 from kvboost_rag.stores.chunk_file import ChunkFileError
 from kvboost_rag.stores.disk_account import DiskAccount
@@ -55,7 +55,7 @@ class DiskStore(Store):
         secret: bytes | None = None,
     ) -> None:
         self.folder = StoreFolder(Path(folder))
-        self.budget_bytes = resolve_budget(budget_bytes, kv_cache_size_ratio, disk_bytes(self.folder.root))
+        self.budget_bytes = disk_budget(budget_bytes, kv_cache_size_ratio, self.folder.root)
         chosen = make_policy(policy)
         self._secret = secret if secret is not None else chunk_file.secret_from_environment()
         try:

@@ -9,14 +9,19 @@ import os
 import sqlite3
 import stat
 import struct
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 
 from kvboost_rag.chunk_keys import context_hash
-from kvboost_rag.stores import DiskStore, StoreError, chunk_file
+from kvboost_rag.cli import options
+from kvboost_rag.stores import DiskStore, MemoryStore, StoreError, TieredStore, chunk_file
+from kvboost_rag.stores.database import waiting_at_most
 from kvboost_rag.stores.folder import StoreFolder
 from tests.stores.conftest import FINGERPRINT, build_entry, build_record, check_of, same
 
@@ -388,3 +393,45 @@ def test_a_forged_seal_in_the_text_is_not_taken_for_the_seal(tmp_path: Path) -> 
     entry = dataclasses.replace(build_entry(1), meta={'a","seal":"' + "0" * 72: "b"})
     assert store.put(entry)
     assert same(store.get(entry.key, check_of(entry)), entry)
+
+
+def test_a_file_system_that_does_not_say_its_size_needs_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share of 0 bytes would keep nothing, and evict what is there, even for a command that only looks."""
+    entry, disk = build_entry(1), open_disk(tmp_path)
+    assert disk.put(entry)
+    disk.close()
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=0))
+    with pytest.raises(ValueError, match=r"does not say its size.*--disk-budget"):
+        DiskStore(tmp_path)
+    for opened in (DiskStore(tmp_path, BUDGET), options.open_disk(tmp_path)):
+        assert entry.key in opened
+        opened.close()
+
+
+def test_other_threads_go_on_while_a_write_waits_for_another_program(tmp_path: Path) -> None:
+    store = TieredStore(MemoryStore(BUDGET), open_disk(tmp_path))
+    other = sqlite3.connect(store.catalog.database.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    entry, at_once = build_entry(1), threading.Event()
+    store.put(entry)  # written by a thread of the store's own, when the other program lets it
+
+    def use() -> None:
+        for _ in range(50):
+            store.pin(entry.key)
+            assert store.catalog.version().last_seq == 0
+            assert store.get(entry.key, check_of(entry)) is not None
+            store.unpin(entry.key)
+            time.sleep(0.001)
+        at_once.set()
+
+    threading.Thread(target=use, daemon=True).start()
+    assert at_once.wait(10)
+    with waiting_at_most(0.05):
+        for _ in range(3):  # 0.05 seconds in all
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                store.catalog.add(build_record(2))
+    other.execute("ROLLBACK")
+    store.close()
+    assert entry.key in store.tiers[-1]
