@@ -13,6 +13,7 @@ from kvboost_rag.library import ChunkLibrary
 from kvboost_rag.prompt_tokens import PromptTokens
 from kvboost_rag.segments import KnownTexts, split_prompt
 from kvboost_rag.stores import StoreError
+from kvboost_rag.template_text import TemplateText
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -68,9 +69,9 @@ def locate_without_store(
     tokens: PromptTokens, prompt: str | Messages, documents: Sequence[str], template: Mapping[str, Any]
 ) -> LocatedPrompt:
     """The prompt for plain prefill when the catalog cannot be asked; raises as `locate` does."""
-    rendered = not isinstance(prompt, str)
-    text = prompt if isinstance(prompt, str) else tokens.render(prompt, **template)
-    segments = tokens.segment(split_prompt(text, KnownTexts(), documents), rendered=rendered)
+    text, markup = _rendered(tokens, prompt, template)
+    spans = split_prompt(text, KnownTexts(), documents, markup)
+    segments = tokens.segment(spans, rendered=markup is not None)
     return LocatedPrompt(segments, (None,) * len(segments))
 
 
@@ -95,11 +96,10 @@ def locate(
     Raises:
         TypeError, ValueError: there is no usable prompt; the message says what came.
     """
-    rendered = not isinstance(prompt, str)
-    text = prompt if isinstance(prompt, str) else library.tokens.render(prompt, **template)
+    text, markup = _rendered(library.tokens, prompt, template)
     while True:
         known = library.known_texts(namespace)
-        spans = split_prompt(text, known, documents)
+        spans = split_prompt(text, known, documents, markup)
         keys = [s.key for s in spans if s.key is not None]
         found = library.store.catalog.get_many(keys)
         gone = [key for key in keys if key not in found]
@@ -108,9 +108,19 @@ def locate(
         for key in gone:  # removed by another process a moment ago
             known.remove(key)
     by_text = {s.text: found[s.key] for s in spans if s.key is not None}
-    segments = library.tokens.segment(spans, rendered=rendered)
+    segments = library.tokens.segment(spans, rendered=markup is not None)
     records = [_record(s, by_text, register) if register else by_text.get(s.text) for s in segments]
     return LocatedPrompt(segments, tuple(records))
+
+
+def _rendered(
+    tokens: PromptTokens, prompt: str | Messages, template: Mapping[str, Any]
+) -> tuple[str, TemplateText | None]:
+    """The prompt's text, and what a chat template wrote of it."""
+    if isinstance(prompt, str):
+        return prompt, None
+    text = tokens.render(prompt, **template)
+    return text, TemplateText(text, prompt, template, tokens.control_texts)
 
 
 def _record(

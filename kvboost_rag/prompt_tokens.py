@@ -43,6 +43,11 @@ class PromptTokens:
         self._anchors = self._find_anchors()
         self._cached_document_ids = lru_cache(_CACHED_DOCUMENTS)(self._encode_document)
 
+    @property
+    def control_texts(self) -> tuple[str, ...]:
+        """What control tokens look like in text."""
+        return tuple(self._control.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from kvboost_rag.config import HALF_CHARACTER, lone_surrogate
 from kvboost_rag.datamodels import SegmentKind, TextSpan
 from kvboost_rag.known_texts import KnownTexts, Match, canonical_text
+from kvboost_rag.template_text import TemplateText
 
 __all__ = ["KnownTexts", "Match", "canonical_text", "check_prompt", "split_prompt"]
 
@@ -26,7 +27,9 @@ def check_prompt(prompt: str) -> None:
         raise ValueError(f"the prompt is not valid Unicode: half a character at {at}; {HALF_CHARACTER}")
 
 
-def split_prompt(prompt: str, known: KnownTexts, extra_texts: Iterable[str] = ()) -> list[TextSpan]:
+def split_prompt(
+    prompt: str, known: KnownTexts, extra_texts: Iterable[str] = (), template: TemplateText | None = None
+) -> list[TextSpan]:
     """Cut `prompt` at the known documents in it.
 
     Args:
@@ -34,6 +37,7 @@ def split_prompt(prompt: str, known: KnownTexts, extra_texts: Iterable[str] = ()
         known: texts of indexed documents.
         extra_texts: texts of documents given with this call. They are looked for as well, and that is all: a text
             that does not stand in the prompt changes nothing. Empty ones are passed over.
+        template: of a rendered prompt, what the chat template wrote: no document is found across its control tokens.
 
     Returns:
         Spans that joined are `prompt`, none empty: `prefix` before the first document, `document`s with their key
@@ -45,6 +49,8 @@ def split_prompt(prompt: str, known: KnownTexts, extra_texts: Iterable[str] = ()
     """
     check_prompt(prompt)
     matches = known.find(prompt, extra=_as_known(extra_texts))
+    if template is not None:
+        matches = [match for match in matches if not template.breaks(match)]
     spans: list[TextSpan] = []
     done = 0
     for match in matches:
