@@ -190,7 +190,9 @@ class Server:
         except Exception as error:
             if prepared.start.cache is None or clock.ttft_ms is not None or isinstance(error, ConfigError):
                 raise
-            return run(plain(self.model, located, self._fault(error, request.config)))
+            reason = self._fault(error, request.config)
+        # Behind the handler: until then the error's traceback keeps all that the failed forward had computed.
+        return run(plain(self.model, located, reason))
 
     def _fault(self, error: Exception, config: ResolvedConfig) -> str:
         """Count a fault in reuse and log it, once a kind; re-raises in strict mode."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from corpus_texts import document, prompt
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
+from kvboost_rag.encode import Encoder
+from kvboost_rag.models.row_forward import row_pass
 from kvboost_rag.repair import STRATEGIES
 from kvboost_rag.stores import MemoryStore, open_store
 
@@ -330,6 +334,50 @@ def test_a_catalog_that_another_program_holds_costs_a_request_little(
     assert engine.stats().fallbacks == {"OperationalError": 1}
     other.execute("ROLLBACK")
     assert engine.generate(prompt(DOCUMENTS), documents=DOCUMENTS, params=EIGHT, strict=True).reuse == "blend"
+
+
+@pytest.mark.parametrize("broken", ["final pass", "placement", "encoding"])
+def test_out_of_memory_in_reuse_leaves_nothing_behind(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """No hooks, no row attention, and during plain prefill nothing of what the failed forward had computed."""
+    engine = make_engine()
+    text = prompt(DOCUMENTS)
+    plain = engine.generate(text, reuse="off", params=EIGHT)
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        computed = torch.zeros(8)
+        held.append(weakref.ref(computed))
+        raise torch.OutOfMemoryError("pretended")
+
+    def state() -> list[Any]:
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.model.modules()]
+        return [*hooks, engine.model.config._attn_implementation]
+
+    def failing_pass(*args: Any) -> Any:
+        patch.setattr("kvboost_rag.models.row_attention.attend_blocks", fail)
+        return row_pass(*args)
+
+    before = state()
+    with monkeypatch.context() as patch:
+        if broken == "final pass":  # inside `generate`
+            patch.setattr("kvboost_rag.decode.row_pass", failing_pass)
+        elif broken == "placement":
+            patch.setattr("kvboost_rag.pipeline.assemble", fail)
+        else:
+            patch.setattr(Encoder, "encode", fail)
+        patch.setattr(logging.getLogger("kvboost_rag.serving"), "disabled", True)  # records keep tracebacks
+        see = engine.model.lm_head.register_forward_pre_hook(lambda *_: alive.extend(ref() is not None for ref in held))
+        result = engine.generate(text, documents=DOCUMENTS, repair="none", params=EIGHT)
+        see.remove()
+    assert (result.reuse, result.token_ids) == ("off", plain.token_ids)
+    assert set(alive) == {False}
+    assert state() == before
+    assert engine.stats().fallbacks == {"OutOfMemoryError": 1}
+    again = engine.generate(text, documents=DOCUMENTS, params=EIGHT, repair="full", strict=True)
+    assert (again.reuse, again.token_ids) == ("blend", plain.token_ids)
 
 
 def test_a_store_that_cannot_keep_anything_changes_nothing_but_speed(make_engine: MakeEngine) -> None:
