@@ -29,7 +29,7 @@ class TemplateText:
         self, rendered: str, messages: Iterable[Mapping[str, Any]], options: Mapping[str, Any], control: Iterable[str]
     ) -> None:
         self._rendered = rendered
-        self._control = sorted({token for token in control if token})
+        self._control = control
         self._contents: list[tuple[int, int]] = []
         done = 0
         for text in _strings([message.get("content") for message in messages]):
@@ -60,7 +60,7 @@ class TemplateText:
         return any(a <= start and end <= b for a, b in self._contents)
 
     def _control_near(self, match: Match) -> Iterator[tuple[int, int]]:
-        for token in self._control:
+        for token in sorted({token for token in self._control if token}):
             low = max(0, match.start - len(token) + 1)
             window = self._rendered[low : match.end + len(token) - 1]
             for found in re.finditer(f"(?={re.escape(token)})", window) if token in window else ():
