@@ -48,6 +48,12 @@ def _assembled(layout: Any, chunk: ChunkKV) -> KVBuffer:
     return buffer
 
 
+def _by_torch(layout: Any, chunk: ChunkKV, monkeypatch: pytest.MonkeyPatch) -> KVBuffer:
+    with monkeypatch.context() as patched:
+        patched.setenv("KVBOOST_KERNELS", "off")
+        return _assembled(layout, chunk)
+
+
 def _same(one: KVBuffer, other: KVBuffer) -> bool:
     return all(torch.equal(a, b) for a, b in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True))
 
@@ -60,10 +66,8 @@ def test_fills_the_buffer_as_torch_does(
     model_type, fields = REUSABLE[family]
     layout = probe(tiny_model(model_type, dtype=dtype, **fields).model).require_layout
     chunk = _chunk(layout)
-    monkeypatch.setenv("KVBOOST_KERNELS", "off")
-    expected = _assembled(layout, chunk)
+    expected = _by_torch(layout, chunk, monkeypatch)
     assert not compiled._compiled
-    monkeypatch.delenv("KVBOOST_KERNELS")
     assert _same(_assembled(layout, chunk), expected)  # by torch, while it is being compiled
     compiled.wait()
     assert _same(_assembled(layout, chunk), expected)
@@ -98,9 +102,7 @@ def test_a_fault_leaves_it_to_torch_and_is_said_once(
 ) -> None:
     layout = _llama(tiny_model)
     chunk = _chunk(layout)
-    monkeypatch.setenv("KVBOOST_KERNELS", "off")
-    expected = _assembled(layout, chunk)
-    monkeypatch.delenv("KVBOOST_KERNELS")
+    expected = _by_torch(layout, chunk, monkeypatch)
 
     def faulty(out: torch.Tensor, *_: Any) -> None:
         if fault == "raises":
@@ -138,9 +140,7 @@ def test_keys_that_do_not_lie_together_go_to_torch(
 ) -> None:
     layout = _llama(tiny_model)
     chunk = _chunk(layout)
-    monkeypatch.setenv("KVBOOST_KERNELS", "off")
-    expected = _assembled(layout, chunk)
-    monkeypatch.delenv("KVBOOST_KERNELS")
+    expected = _by_torch(layout, chunk, monkeypatch)
     spread = ChunkKV(tuple(torch.cat([k, k], -1)[..., : k.shape[-1]] for k in chunk.keys), chunk.values)
     for _ in range(2):
         assert _same(_assembled(layout, spread), expected)
