@@ -26,6 +26,7 @@ HEADLINE_ARMS = (
     "none, 4 neighbours",
     "query 5 %, 4 neighbours",
     "query 15 %, 4 neighbours",
+    "query 30 %, 4 neighbours",
     "query*deviation 5 %, 4 neighbours",
 )
 
