@@ -318,14 +318,14 @@ class GenerationParams:
         _check_whole("seed", self.seed, -(2**63), 2**63 - 1)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        if not _is_list(self.stop) or not all(isinstance(s, str) and s for s in self.stop):
+        for name, what in (("stop", "non-empty strings"), ("stop_token_ids", "token ids")):
+            if not _is_list(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected {what}")
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # once: it may be a generator
+        if not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigError(f"stop={self.stop!r}: expected non-empty strings")
-        object.__setattr__(self, "stop", tuple(self.stop))
-        if not _is_list(self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}: expected token ids")
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids", token, 0, None)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.extra is not None and not isinstance(self.extra, Mapping):
             raise ConfigError(f"extra={self.extra!r}: expected keyword arguments of `generate` by name")
 

@@ -104,3 +104,8 @@ def test_bad_generation_parameters(fields: dict[str, object]) -> None:
 
 def test_one_stop_string_may_be_given_bare() -> None:
     assert GenerationParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+
+
+def test_stop_settings_may_be_generators():
+    params = GenerationParams(stop=(s for s in ("a", "b")), stop_token_ids=(i for i in (3, 4)))
+    assert (params.stop, params.stop_token_ids) == (("a", "b"), (3, 4))
