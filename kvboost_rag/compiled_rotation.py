@@ -27,8 +27,8 @@ def _worker() -> ThreadPoolExecutor:
 class CompiledRotation(CheckedKernel):
     """Calls the loop. A kind of call is: dtype, pairing, offset and sizes of the rotation, head size.
 
-    Compiling (0.5 to 1.5 s, once a machine: numba keeps the result) and importing numba are left to a thread; until it
-    is done, torch rotates. Both give the same bits, or the loop is not used: unlike the GPU kernels it takes over in
+    Compiling (once a machine: numba keeps the result) and importing numba are left to a thread; until it is done, torch
+    rotates. Both give the same bits, or the loop is not used: unlike the GPU kernels it takes over in
     the middle of a process, and an answer must not depend on when.
     """
 

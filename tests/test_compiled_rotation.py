@@ -80,12 +80,16 @@ def test_an_answer_does_not_depend_on_when_it_takes_over(tiny_model: Any, compil
     prompt = "one two three four five six seven eight " * 12
     with KVBoost(loaded, store=MemoryStore(1 << 28), profile=None) as engine:
         engine.warm([prompt], neighbours=None)
-        answers = []
+        answers, logits = [], []
         for _ in range(3):
-            answers.append(engine.generate(prompt + "what?", params=GenerationParams(max_new_tokens=6)).token_ids)
+            answers.append(engine.generate(prompt + "what?", params=GenerationParams(max_new_tokens=6), strict=True))
+            logits.append(engine.logits(prompt + "what?", repair="none", strict=True))
             compiled.wait()
     assert compiled.checked
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0].usage.cached_tokens > 0
+    assert answers[0].token_ids == answers[1].token_ids == answers[2].token_ids
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
 
 
 def _llama(tiny_model: Any, dtype: torch.dtype = torch.float32) -> Any:

@@ -69,7 +69,7 @@ def test_is_the_rotation_of_the_reference(dtype: torch.dtype, shape: str) -> Non
 
 
 def test_rounds_to_bfloat16_as_torch_does() -> None:
-    """Ties, the largest numbers, subnormal ones, infinities and NaN: turned by the angle 0 they only are rounded."""
+    """All 65,536 numbers there are, infinities and NaN included, under tables that make every sum need rounding."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     keys = bits.view(torch.bfloat16).reshape(1, 1, 256, 256)
     cos, sin = torch.full((256, 128), 1 + 2**-8), torch.full((256, 128), 2**-9)
