@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,7 @@ class AttentionCall:
         sinks: one extra logit a head that takes mass and gives nothing (gpt-oss), `[num_heads]`.
         log_sum_exp: of each row's visible logits, float32 `[num_kv_heads, group, num_rows]`, where computing the
             attention yielded it.
+        mass_from: `mass` by the kernel that computed the attention, where one did.
     """
 
     query: torch.Tensor
@@ -34,6 +36,7 @@ class AttentionCall:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     log_sum_exp: torch.Tensor | None = None
+    mass_from: Callable[[int], torch.Tensor] | None = None
 
     def logits(self, start: int = 0, end: int | None = None, key: torch.Tensor | None = None) -> torch.Tensor:
         """Masked logits of rows `[start, end)`, float32 `[num_kv_heads, group, num_rows, kv_len]`.
@@ -75,6 +78,8 @@ class AttentionCall:
         Where the log-sum-exp is known, Σ exp(logit - lse) takes one product with the keys and one with exp(-lse); the
         logits are rounded to the model's dtype on the way.
         """
+        if self.mass_from is not None:
+            return self.mass_from(start)
         lse = None if self.log_sum_exp is None else self.log_sum_exp[:, :, start:]
         wide = self.query.dtype in (torch.float32, torch.bfloat16)
         if lse is not None and wide and lse.numel() and bool(lse.abs().amax() < SAFE_EXPONENT):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,6 +17,15 @@ class CausalRows:
 
     rows: torch.Tensor
     window: int | None
+    _tiles: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def tiles(self, start: int) -> Any:
+        """Rows from index `start` on as the CPU's kernel takes them (`RowTiles`), made once."""
+        if start not in self._tiles:
+            from kvboost_kernels.row_attention.cpu import RowTiles
+
+            self._tiles[start] = RowTiles(self.rows[start:], self.window)
+        return self._tiles[start]
 
 
 def causal_rows(mask: torch.Tensor, rows: torch.Tensor) -> CausalRows | None:

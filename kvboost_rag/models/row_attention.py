@@ -18,6 +18,7 @@ from torch import nn
 from kvboost_rag.models.attention_blocks import Block, attend_blocks, plan_blocks
 from kvboost_rag.models.attention_call import AttentionCall, AttentionObserver
 from kvboost_rag.models.attention_kernels import KERNEL, CausalRows, causal_rows
+from kvboost_rag.models.compiled_attention import COMPILED
 
 IMPLEMENTATION = "kvboost_rows"
 
@@ -95,7 +96,7 @@ def row_attention(
         raise RuntimeError("the model did not pass on the mask of the partial forward")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, attention_mask, scale, softcap, s_aux)
-    output = _by_kernel(call, value, active)
+    output, call = _by_kernel(call, value, active)
     if output is None:
         blocks = active.blocks(attention_mask, query.shape[1] // key.shape[1])
         if softcap is None and s_aux is None:
@@ -110,11 +111,17 @@ def row_attention(
     return output.contiguous(), None
 
 
-def _by_kernel(call: AttentionCall, value: torch.Tensor, active: ActiveRows) -> torch.Tensor | None:
-    if not KERNEL.wanted(call.query.device):
-        return None
-    causal = active.causal(call.mask)
-    return None if causal is None else KERNEL.attend(call, value, causal)
+def _by_kernel(
+    call: AttentionCall, value: torch.Tensor, active: ActiveRows
+) -> tuple[torch.Tensor | None, AttentionCall]:
+    """Output and the call, with what else the kernel found; no output where plain torch has to do it."""
+    by_triton, compiled = KERNEL.wanted(call.query.device), COMPILED.wanted(call.query.device)
+    causal = active.causal(call.mask) if by_triton or compiled else None
+    if causal is None:
+        return None, call
+    if by_triton:
+        return KERNEL.attend(call, value, causal), call
+    return COMPILED.attend(call, value, causal) or (None, call)
 
 
 @cache

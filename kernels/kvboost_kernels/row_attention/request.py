@@ -65,5 +65,20 @@ class Request:
             raise ValueError(f"mass_rows: expected int64 indices into rows, got {_describe(self.mass_rows)}")
 
 
+def fits_tiles(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> bool:
+    """Whether the matrix tiles of a CPU (`cpu.py`) take them.
+
+    That is bfloat16, whole tiles of channels that lie side by side in memory, some rows, and a positive scaling.
+    """
+    tensors = (query, key, value)
+    return (
+        all(t.device.type == "cpu" and t.dtype == torch.bfloat16 and t.stride(3) == 1 for t in tensors)
+        and query.shape[3] % 32 == value.shape[3] % 16 == 0
+        and max(query.shape[3], value.shape[3]) <= MAX_HEAD_DIM
+        and query.shape[2] > 0
+        and scaling > 0
+    )
+
+
 def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

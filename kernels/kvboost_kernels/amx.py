@@ -1,0 +1,101 @@
+"""Intel's matrix tiles (AMX) for code that numba compiles: bfloat16 products in float32, eight tiles of 16 rows of 64 bytes.
+
+`DOTS[c, a, b]` adds to tile `c` (16 by 16, float32) the product of tile `a` (16 rows of 32 bfloat16) and tile `b`, which
+holds 32 rows of 16 columns with each two rows interleaved. A thread sets its tiles up with `configure` and gives them
+back with `release`, in one call of compiled code; torch and oneDNN do the same, so that neither disturbs the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from kvboost_kernels.lanes import call, emitted
+
+TILE_BYTES = 1024
+"""Of a full tile: 16 rows of 64 bytes."""
+
+_BYTE = ir.IntType(8)
+_ADDRESS = ir.PointerType(_BYTE)
+_NUM_TILES = 8
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+
+
+def _call(builder: Any, name: str, *values: Any) -> None:
+    call(builder, name, ir.VoidType(), *values)
+
+
+def _tile(number: int) -> Any:
+    return ir.Constant(_BYTE, number)
+
+
+def _mover(name: str, number: int) -> Any:
+    @emitted
+    def move(builder: Any, address: Any, stride: Any) -> None:
+        _call(builder, name, _tile(number), builder.inttoptr(address, _ADDRESS), stride)
+
+    return move
+
+
+def _clearer(number: int) -> Any:
+    return emitted(lambda builder: _call(builder, "llvm.x86.tilezero", _tile(number)))
+
+
+def _dot(c: int, a: int, b: int) -> Any:
+    return emitted(lambda builder: _call(builder, "llvm.x86.tdpbf16ps", _tile(c), _tile(a), _tile(b)))
+
+
+LOADS = tuple(_mover("llvm.x86.tileloadd64", number) for number in range(_NUM_TILES))
+"""`LOADS[t](address, stride)`: sixteen rows of 64 bytes into tile `t`, `stride` bytes from row to row."""
+STORES = tuple(_mover("llvm.x86.tilestored64", number) for number in range(_NUM_TILES))
+CLEARS = tuple(_clearer(number) for number in range(_NUM_TILES))
+
+
+@cache
+def dot(c: int, a: int, b: int) -> Any:
+    """`tile c += tile a @ tile b`."""
+    return _dot(c, a, b)
+
+
+@emitted
+def configure(builder: Any, address: Any) -> None:
+    """Set the thread's tiles up as the 64 bytes at `address` say (`configuration`)."""
+    _call(builder, "llvm.x86.ldtilecfg", builder.inttoptr(address, _ADDRESS))
+
+
+@emitted
+def release(builder: Any) -> None:
+    """Give the thread's tiles back."""
+    _call(builder, "llvm.x86.tilerelease")
+
+
+def configuration() -> np.ndarray[Any, Any]:
+    """What `configure` reads: all eight tiles full."""
+    bytes_ = np.zeros(64, np.uint8)
+    bytes_[0] = 1  # palette
+    bytes_[16 : 16 + 2 * _NUM_TILES].view(np.uint16)[:] = 64
+    bytes_[48 : 48 + _NUM_TILES] = 16
+    return bytes_
+
+
+@cache
+def available() -> bool:
+    """Whether this process may use tiles for bfloat16, and numba compiles for a processor that has them.
+
+    Linux hands tiles out on request, once a process; a request that has been granted before changes nothing.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    from numba.core.registry import cpu_target
+
+    features = str(cpu_target.target_context.codegen().magic_tuple())
+    if not all(f"+{name}" in features for name in ("amx-tile", "amx-bf16", "avx512f", "avx512bw")):
+        return False
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)

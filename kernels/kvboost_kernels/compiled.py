@@ -1,0 +1,85 @@
+"""Functions that numba compiles, and threads to run them on. Imported only where numba is installed.
+
+An entry is a C function of one argument, the address of its arguments as int64 numbers; everything it calls is compiled
+into it. Parts of one call share a counter from which each takes its next piece of work, so that a part may run anywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+
+_Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """For calls from compiled code only; without a cache of its own, which would not see what it calls change."""
+    return numba.njit(function, error_model="numpy")
+
+
+def entry(function: Callable[[int], None]) -> Any:
+    """Compile (or load from numba's cache on disk) a C function `void f(int64_t arguments)`."""
+    signature = numba.types.void(numba.types.int64)
+    try:
+        return numba.cfunc(signature, cache=True)(function)
+    except RuntimeError:  # neither the module's folder nor the user's cache can be written
+        return numba.cfunc(signature)(function)
+
+
+def digest(paths: Sequence[str]) -> str:
+    """Of source files. numba's cache looks at an entry's own file; what its closure holds is part of the key as well."""
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
+
+
+def run(function: Any, arguments: int, parts: int) -> None:
+    """Call an entry `parts` times at once, the caller taking part, without the interpreter's lock.
+
+    The threads are those that torch's own operations run on: a second pool would compete with them, as OpenMP's threads
+    keep a core busy for some milliseconds after each operation.
+    """
+    if parts < 2:
+        _Function(function.address)(arguments)
+        return
+    team = _team()
+    if team is not None:
+        team(function.address, arguments, parts, 0)
+        return
+    call = _Function(function.address)
+    waiting = [_helpers(os.getpid(), parts - 1).submit(call, arguments) for _ in range(parts - 1)]
+    call(arguments)
+    for part in waiting:
+        part.result()
+
+
+@cache
+def _team() -> Any:
+    """`GOMP_parallel` of the OpenMP runtime that torch has loaded (GNU's, or LLVM's and Intel's, which have it too)."""
+    try:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    except OSError:
+        return None
+    of_torch = str(Path(torch.__file__).parent)
+    runtimes = (p for p in sorted(mapped) if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
+    for path in sorted(runtimes, key=lambda p: not p.startswith(of_torch)):
+        try:
+            start = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        start.argtypes, start.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+        return start
+    return None
+
+
+@cache
+def _helpers(process: int, count: int) -> ThreadPoolExecutor:
+    """Threads besides the caller's. They do not survive a fork, hence one pool a process."""
+    return ThreadPoolExecutor(count, thread_name_prefix=f"kvboost-compiled-{process}")

@@ -1,0 +1,175 @@
+"""The steps of row attention on matrix tiles, as vector code over sixteen rows: a lane is a row, a vector a key.
+
+With logits as `keys @ query.T` a row's maximum and sum run down its lane, so that no step sums across one; keys are
+read as they lie, and only the query and the values are laid out anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from kvboost_kernels import lanes
+from kvboost_kernels.lanes import HALVES, INT64, LANE_BYTES, LANES, WORDS, at, emitted, floats, load, store, words
+
+HIDDEN = -3e38
+"""Logit of a key that a row does not see: finite, so that a row that sees nothing yet stays free of NaN."""
+LOWEST = -1e38
+"""A row's maximum before its first key."""
+
+
+def _rows(builder: Any, source: Any, stride: Any, count: Any, kind: Any, number: int = LANES) -> list[Any]:
+    """Vectors that lie `stride` bytes apart, zeros from `count` on (which are not read)."""
+    read = []
+    for row in range(number):
+        exists = builder.icmp_signed("<", ir.Constant(INT64, row), count)
+        offset = builder.select(exists, builder.mul(stride, ir.Constant(INT64, row)), ir.Constant(INT64, 0))
+        read.append(builder.select(exists, load(builder, source, offset, kind), ir.Constant(kind, [0] * LANES)))
+    return read
+
+
+@emitted
+def pack_query(builder: Any, source: Any, stride: Any, count: Any, tile: Any) -> None:
+    """Up to sixteen rows of 32 channels as a right-hand tile."""
+    for row, vector in enumerate(lanes.transposed(builder, _rows(builder, source, stride, count, WORDS))):
+        store(builder, vector, tile, LANE_BYTES * row)
+
+
+def _interleave(builder: Any, keys: list[Any], tile: Any) -> None:
+    pairs = []
+    for even, odd in zip(keys[::2], keys[1::2], strict=True):
+        upper = builder.shl(builder.zext(odd, WORDS), words(16))
+        pairs.append(builder.or_(builder.zext(even, WORDS), upper))
+    for channel, vector in enumerate(lanes.transposed(builder, pairs)):
+        store(builder, vector, tile, LANE_BYTES * channel)
+
+
+@emitted
+def pack_values(builder: Any, source: Any, stride: Any, count: Any, tile: Any) -> None:
+    """Up to 32 keys of 16 channels as a left-hand tile: a row a channel."""
+    _interleave(builder, _rows(builder, source, stride, count, HALVES, 2 * LANES), tile)
+
+
+@emitted
+def pack_32_values(builder: Any, source: Any, stride: Any, tile: Any) -> None:
+    """`pack_values` of 32 keys."""
+    offsets = (builder.mul(stride, ir.Constant(INT64, key)) for key in range(2 * LANES))
+    _interleave(builder, [load(builder, source, offset, HALVES) for offset in offsets], tile)
+
+
+@emitted
+def hide(builder: Any, logits: Any, first_key: Any, positions: Any, window: Any) -> None:
+    """Give keys behind a row, and keys `window` or more in front of it, the logit of hidden ones."""
+    position = load(builder, positions, 0, WORDS)
+    oldest = builder.sub(position, lanes.spread(builder, window))
+    first = lanes.spread(builder, first_key)
+    for row in range(LANES):
+        key = builder.add(first, words(row))
+        seen = builder.and_(
+            builder.icmp_signed("<=", key, position), builder.icmp_signed(">", key, oldest)
+        )
+        logit = load(builder, logits, LANE_BYTES * row)
+        store(builder, builder.select(seen, logit, floats(HIDDEN)), logits, LANE_BYTES * row)
+
+
+@emitted
+def raise_peak(builder: Any, logits: Any, peak: Any) -> None:
+    """`peak`: the largest of itself and sixteen keys' logits."""
+    found = [load(builder, logits, LANE_BYTES * row) for row in range(LANES)]
+    while len(found) > 1:  # in pairs: one after the other, each would wait for the one before
+        found = [lanes.larger(builder, a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
+    store(builder, lanes.larger(builder, found[0], load(builder, peak)), peak)
+
+
+@emitted
+def move_peak(builder: Any, old: Any, new: Any, scale: Any, total: Any, factor: Any) -> None:
+    """`old = new`; `factor`: what weights over the old maximum are worth over the new one; `total` is brought there."""
+    before, after, times = load(builder, old), load(builder, new), load(builder, scale)
+    change = lanes.exp2(builder, builder.fmul(builder.fsub(before, after), times))
+    store(builder, change, factor)
+    store(builder, builder.fmul(load(builder, total), change), total)
+    store(builder, after, old)
+
+
+@emitted
+def multiply(builder: Any, tile: Any, factor: Any) -> None:
+    """Each of a tile's vectors by `factor`."""
+    by = load(builder, factor)
+    for row in range(LANES):
+        store(builder, builder.fmul(load(builder, tile, LANE_BYTES * row), by), tile, LANE_BYTES * row)
+
+
+@emitted
+def weigh(builder: Any, logits: Any, peak: Any, scale: Any, total: Any, tile: Any) -> None:
+    """Weights of 32 keys as a right-hand tile of bfloat16 (the halfway case rounds up), their sum added to `total`."""
+    times, top = load(builder, scale), load(builder, peak)
+    below = builder.fneg(builder.fmul(top, times))
+    sums = [floats(0.0), floats(0.0)]
+    for pair in range(LANES):
+        halves = []
+        for odd in range(2):
+            logit = load(builder, logits, LANE_BYTES * (2 * pair + odd))
+            weight = lanes.exp2(builder, lanes.multiply_add(builder, logit, times, below))
+            sums[odd] = builder.fadd(sums[odd], weight)
+            halves.append(builder.add(builder.bitcast(weight, WORDS), words(0x8000)))
+        even, odd_half = builder.lshr(halves[0], words(16)), builder.and_(halves[1], words(0xFFFF0000))
+        store(builder, builder.or_(even, odd_half), tile, LANE_BYTES * pair)
+    store(builder, builder.fadd(load(builder, total), builder.fadd(*sums)), total)
+
+
+@emitted
+def add_mass(builder: Any, logits: Any, offset: Any, scale: Any, mass: Any) -> None:
+    """Add sixteen keys' weights, `2 ** (logit * scale - offset)`, to the sixteen vectors at `mass`."""
+    times, below = load(builder, scale), builder.fneg(load(builder, offset))
+    for row in range(LANES):
+        logit = load(builder, logits, LANE_BYTES * row)
+        weight = lanes.exp2(builder, lanes.multiply_add(builder, logit, times, below))
+        store(builder, builder.fadd(load(builder, mass, LANE_BYTES * row), weight), mass, LANE_BYTES * row)
+
+
+@emitted
+def begin(builder: Any, peak: Any, total: Any) -> None:
+    """A row before its first key."""
+    store(builder, floats(LOWEST), peak)
+    store(builder, floats(0.0), total)
+
+
+@emitted
+def copy_lanes(builder: Any, source: Any, target: Any) -> None:
+    """One vector."""
+    store(builder, load(builder, source), target)
+
+
+@emitted
+def clear_tile(builder: Any, tile: Any) -> None:
+    """Zeros in memory, as large as a tile."""
+    for row in range(LANES):
+        store(builder, floats(0.0), tile, LANE_BYTES * row)
+
+
+@emitted
+def copy_row(builder: Any, source: Any, channels_left: Any, target: Any) -> None:
+    """32 channels of a key; zeros where it does not exist."""
+    exists = builder.icmp_signed(">", channels_left, ir.Constant(INT64, 0))
+    with builder.if_else(exists) as (there, missing):
+        with there:
+            store(builder, load(builder, source, 0, WORDS), target)
+        with missing:
+            store(builder, words(0), target)
+
+
+@emitted
+def invert(builder: Any, total: Any, inverse: Any) -> None:
+    """One over each lane."""
+    store(builder, builder.fdiv(floats(1.0), load(builder, total)), inverse)
+
+
+@emitted
+def write_rows(builder: Any, tile: Any, inverse: Any, target: Any, stride: Any, count: Any) -> None:
+    """Sixteen channels of up to sixteen rows, each row times its `inverse`, rounded to bfloat16 and `stride` apart."""
+    by = load(builder, inverse)
+    channels = [builder.fmul(load(builder, tile, LANE_BYTES * row), by) for row in range(LANES)]
+    for row, vector in enumerate(lanes.transposed(builder, channels)):
+        with builder.if_then(builder.icmp_signed("<", ir.Constant(INT64, row), count)):
+            store(builder, lanes.as_bfloat16(builder, vector), target, builder.mul(stride, ir.Constant(INT64, row)))

@@ -1,0 +1,121 @@
+"""Row attention on a CPU through the loops that numba compiles, where the processor has matrix tiles (Intel's AMX)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+
+from kvboost_rag.config import kernel_setting
+from kvboost_rag.models.attention_call import AttentionCall
+from kvboost_rag.models.attention_kernels import CausalRows
+from kvboost_rag.models.checked_kernel import CheckedKernel, check_agrees
+
+
+@dataclass
+class CompiledAttention(CheckedKernel):
+    """Calls the loops. A kind of call is: head counts and sizes, window, and whether attention mass is measured.
+
+    The first call of a process waits until numba has loaded or, once a machine, compiled them: their sums round
+    otherwise than torch's, and an answer must not depend on how far a thread has come.
+    """
+
+    name: ClassVar[str] = "row attention (numba)"
+
+    def wanted(self, device: torch.device) -> bool:
+        """Whether to try: on a CPU with matrix tiles and numba, unless `KVBOOST_KERNELS=off`."""
+        return not self.refused and device.type == "cpu" and _can_compile() and kernel_setting() != "off"
+
+    def attend(
+        self, call: AttentionCall, value: torch.Tensor, causal: CausalRows
+    ) -> tuple[torch.Tensor, AttentionCall] | None:
+        """Output `[1, num_rows, num_heads, value_head_dim]` and the call with what else came of it.
+
+        None: plain torch has to do it.
+        """
+        from kvboost_kernels.row_attention.request import fits_tiles
+
+        plain = call.softcap is None and call.sinks is None
+        if not plain or not fits_tiles(call.query, call.key, value, call.scaling):
+            return None
+        try:
+            return self._attend(call, value, causal)
+        except Exception as error:
+            self.refuse(error)
+            return None
+
+    def _attend(
+        self, call: AttentionCall, value: torch.Tensor, causal: CausalRows
+    ) -> tuple[torch.Tensor, AttentionCall]:
+        output, lse = _loops().attend_rows(
+            call.query, call.key, value, causal.tiles(0), scaling=call.scaling, threads=torch.get_num_threads()
+        )
+        kind = "attention", *self._kind(call, causal), value.shape[3]
+        if kind not in self.checked:
+            check_agrees(output, call.mixed(value).transpose(1, 2))
+            self.checked.add(kind)
+        return output, replace(call, log_sum_exp=lse, mass_from=partial(self._mass, call, lse, causal))
+
+    def _mass(self, call: AttentionCall, lse: torch.Tensor, causal: CausalRows, start: int) -> torch.Tensor:
+        """`AttentionCall.mass`."""
+        if not self.refused:
+            try:
+                return self._measured(call, lse[:, :, start:], causal, start)
+            except Exception as error:
+                self.refuse(error)
+        return call.mass(start)
+
+    def _measured(self, call: AttentionCall, lse: torch.Tensor, causal: CausalRows, start: int) -> torch.Tensor:
+        mass: torch.Tensor = _loops().attention_mass(
+            call.query[:, :, start:],
+            call.key,
+            causal.tiles(start),
+            lse,
+            scaling=call.scaling,
+            threads=torch.get_num_threads(),
+        )
+        kind = "mass", *self._kind(call, causal)
+        if kind not in self.checked:
+            # Plain torch rounds the logits to the model's dtype, which sets what may differ.
+            check_agrees(mass.to(call.query.dtype), call.mass_by_weights(start))
+            self.checked.add(kind)
+        return mass
+
+    @staticmethod
+    def _kind(call: AttentionCall, causal: CausalRows) -> tuple[object, ...]:
+        return call.query.shape[1], call.key.shape[1], call.query.shape[3], causal.window
+
+
+@cache
+def _loops() -> ModuleType:
+    """The module of the loops, compiled.
+
+    Raises:
+        ImportError: numba cannot be imported.
+        RuntimeError: this process may not use the tiles.
+    """
+    from kvboost_kernels import amx
+
+    if not amx.available():
+        raise RuntimeError("the system or numba's settings keep matrix tiles from this process")
+    from kvboost_kernels.row_attention import cpu, tile_loops
+
+    tile_loops.entry()
+    return cpu
+
+
+@cache
+def _can_compile() -> bool:
+    """Whether numba is installed and the processor has tiles for bfloat16: known without importing numba."""
+    try:
+        return find_spec("numba") is not None and "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+COMPILED = CompiledAttention()
