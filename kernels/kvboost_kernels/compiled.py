@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 
+_ALIGNMENT = 64
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -83,3 +86,14 @@ def _team() -> Any:
 def _helpers(process: int, count: int) -> ThreadPoolExecutor:
     """Threads besides the caller's. They do not survive a fork, hence one pool a process."""
     return ThreadPoolExecutor(count, thread_name_prefix=f"kvboost-compiled-{process}")
+
+
+_OWN = threading.local()
+
+
+def memory(size: int) -> int:
+    """Address of at least `size` bytes, a multiple of 64, kept for the calling thread's next call."""
+    held = getattr(_OWN, "held", None)
+    if held is None or len(held) < size + _ALIGNMENT:
+        held = _OWN.held = np.empty(size + _ALIGNMENT, np.uint8)
+    return int(-(-held.ctypes.data // _ALIGNMENT) * _ALIGNMENT)

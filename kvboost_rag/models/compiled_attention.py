@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
@@ -15,6 +13,7 @@ from kvboost_rag.config import kernel_setting
 from kvboost_rag.models.attention_call import AttentionCall
 from kvboost_rag.models.attention_kernels import CausalRows
 from kvboost_rag.models.checked_kernel import CheckedKernel, check_agrees
+from kvboost_rag.models.compiled_tiles import can_compile, require_tiles
 
 
 @dataclass
@@ -29,7 +28,7 @@ class CompiledAttention(CheckedKernel):
 
     def wanted(self, device: torch.device) -> bool:
         """Whether to try: on a CPU with matrix tiles and numba, unless `KVBOOST_KERNELS=off`."""
-        return not self.refused and device.type == "cpu" and _can_compile() and kernel_setting() != "off"
+        return not self.refused and device.type == "cpu" and can_compile() and kernel_setting() != "off"
 
     def attend(
         self, call: AttentionCall, value: torch.Tensor, causal: CausalRows
@@ -93,29 +92,12 @@ class CompiledAttention(CheckedKernel):
 
 @cache
 def _loops() -> ModuleType:
-    """The module of the loops, compiled.
-
-    Raises:
-        ImportError: numba cannot be imported.
-        RuntimeError: this process may not use the tiles.
-    """
-    from kvboost_kernels import amx
-
-    if not amx.available():
-        raise RuntimeError("the system or numba's settings keep matrix tiles from this process")
+    """The module of the loops, compiled."""
+    require_tiles()
     from kvboost_kernels.row_attention import cpu, tile_loops
 
     tile_loops.entry()
     return cpu
-
-
-@cache
-def _can_compile() -> bool:
-    """Whether numba is installed and the processor has tiles for bfloat16: known without importing numba."""
-    try:
-        return find_spec("numba") is not None and "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
 
 
 COMPILED = CompiledAttention()

@@ -11,14 +11,14 @@ Imported only where numba is installed (the extra `cpu`) and `kvboost_kernels.am
 from __future__ import annotations
 
 import math
-import threading
 from functools import cached_property
 
 import numpy as np
 import torch
 
 from kvboost_kernels import amx, compiled
-from kvboost_kernels.lanes import LANE_BYTES, LANES
+from kvboost_kernels.compiled import memory
+from kvboost_kernels.lanes import LANES
 from kvboost_kernels.row_attention.request import fits_tiles
 from kvboost_kernels.row_attention.tile_loops import COUNTERS, Work, entry, scratch_bytes
 
@@ -138,7 +138,7 @@ class _Call:
             mass=0 if mass is None else mass.data_ptr(),
             mass_bytes=0 if mass is None else 4 * mass.stride(0),
             settings=settings.ctypes.data,
-            scratch=_memory(parts * size),
+            scratch=memory(parts * size),
             scratch_bytes=size,
             rows=tiles.num_rows,
             group=heads // key.shape[1],
@@ -157,14 +157,3 @@ class _Call:
         """What compiled code reads by address: the tiles' configuration, and the scaling of logits to powers of two."""
         scale = np.full(LANES, self.scaling / math.log(2), np.float32)
         return np.concatenate([amx.configuration(), scale.view(np.uint8)])
-
-
-_OWN = threading.local()
-
-
-def _memory(size: int) -> int:
-    """Address of at least `size` bytes, kept for the calling thread's next call."""
-    held = getattr(_OWN, "held", None)
-    if held is None or len(held) < size + LANE_BYTES:
-        held = _OWN.held = np.empty(size + LANE_BYTES, np.uint8)
-    return int(-(-held.ctypes.data // LANE_BYTES) * LANE_BYTES)

@@ -1,0 +1,87 @@
+"""Products of a partial forward's rows with the model's weights, on a CPU with matrix tiles (Intel's AMX).
+
+`torch.overrides.TorchFunctionMode` is torch's way to give a function another implementation inside a `with`: nothing of
+the model or of torch is changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from kvboost_rag.config import kernel_setting
+from kvboost_rag.models.checked_kernel import CheckedKernel, check_agrees
+from kvboost_rag.models.compiled_tiles import can_compile, require_tiles
+
+MAX_ROWS = 384
+"""With more rows torch's product is as fast: laying the weights out is a smaller part of it."""
+
+
+@dataclass
+class CompiledLinear(CheckedKernel):
+    """Calls the loops. A kind of call is: sizes of the weights, and whether there is a bias."""
+
+    name: ClassVar[str] = "product (numba)"
+
+    def wanted(self, device: torch.device) -> bool:
+        """Whether to try: on a CPU with matrix tiles and numba, unless `KVBOOST_KERNELS=off`."""
+        return not self.refused and device.type == "cpu" and can_compile() and kernel_setting() != "off"
+
+    def product(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """`torch.nn.functional.linear`, or None where torch has to do it."""
+        if not _fits(rows, weight):
+            return None
+        try:
+            flat = rows.reshape(-1, rows.shape[-1])
+            output = _loops().row_linear(flat, weight, bias, threads=torch.get_num_threads())
+            output = output.view(*rows.shape[:-1], -1)
+            kind = weight.shape, bias is None
+            if kind not in self.checked:
+                check_agrees(output, linear(rows, weight, bias))
+                self.checked.add(kind)
+        except Exception as error:
+            self.refuse(error)
+            return None
+        return output
+
+
+class RowProducts(TorchFunctionMode):
+    """Inside it `torch.nn.functional.linear` goes through `COMPILED` where that takes it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linear and not torch.is_grad_enabled():
+            output = COMPILED.product(*args, **(kwargs or {}))
+            if output is not None:
+                return output
+        return func(*args, **(kwargs or {}))
+
+
+def _fits(rows: Any, weight: Any) -> bool:
+    return (
+        type(rows) is torch.Tensor
+        and type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and rows.dtype == weight.dtype == torch.bfloat16
+        and 1 < rows.numel() // max(1, rows.shape[-1]) <= MAX_ROWS
+        and rows.shape[-1] % 32 == weight.shape[0] % 16 == 0
+        and weight.is_contiguous()
+    )
+
+
+@cache
+def _loops() -> ModuleType:
+    require_tiles()
+    from kvboost_kernels.row_linear import cpu, tile_loops
+
+    tile_loops.entry()
+    return cpu
+
+
+COMPILED = CompiledLinear()

@@ -1,0 +1,29 @@
+"""Whether code that numba compiles for matrix tiles (Intel's AMX) can run in this process."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@cache
+def can_compile() -> bool:
+    """Whether numba is installed and the processor has tiles for bfloat16: known without importing numba."""
+    try:
+        return find_spec("numba") is not None and "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def require_tiles() -> None:
+    """Ask the system for the tiles.
+
+    Raises:
+        ImportError: numba cannot be imported.
+        RuntimeError: this process may not use them.
+    """
+    from kvboost_kernels import amx
+
+    if not amx.available():
+        raise RuntimeError("the system or numba's settings keep matrix tiles from this process")
