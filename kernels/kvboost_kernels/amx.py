@@ -1,6 +1,6 @@
-"""Intel's matrix tiles (AMX) for code that numba compiles: bfloat16 products in float32, eight tiles of 16 rows of 64 bytes.
+"""Intel's matrix tiles (AMX) for code that numba compiles: bfloat16 products in float32, in eight tiles of 1 KB.
 
-`DOTS[c, a, b]` adds to tile `c` (16 by 16, float32) the product of tile `a` (16 rows of 32 bfloat16) and tile `b`, which
+`dot(c, a, b)` adds to tile `c` (16 by 16, float32) the product of tile `a` (16 rows of 32 bfloat16) and tile `b`, which
 holds 32 rows of 16 columns with each two rows interleaved. A thread sets its tiles up with `configure` and gives them
 back with `release`, in one call of compiled code; torch and oneDNN do the same, so that neither disturbs the other.
 """
@@ -16,10 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from kvboost_kernels.lanes import call, emitted
-
-TILE_BYTES = 1024
-"""Of a full tile: 16 rows of 64 bytes."""
+from kvboost_kernels.lanes import INT64, LANE_BYTES, LANES, WORDS, call, emitted, emitted_here, load, store, transposed
 
 _BYTE = ir.IntType(8)
 _ADDRESS = ir.PointerType(_BYTE)
@@ -36,7 +33,7 @@ def _tile(number: int) -> Any:
 
 
 def _mover(name: str, number: int) -> Any:
-    @emitted
+    @emitted_here
     def move(builder: Any, address: Any, stride: Any) -> None:
         _call(builder, name, _tile(number), builder.inttoptr(address, _ADDRESS), stride)
 
@@ -44,11 +41,7 @@ def _mover(name: str, number: int) -> Any:
 
 
 def _clearer(number: int) -> Any:
-    return emitted(lambda builder: _call(builder, "llvm.x86.tilezero", _tile(number)))
-
-
-def _dot(c: int, a: int, b: int) -> Any:
-    return emitted(lambda builder: _call(builder, "llvm.x86.tdpbf16ps", _tile(c), _tile(a), _tile(b)))
+    return emitted_here(lambda builder: _call(builder, "llvm.x86.tilezero", _tile(number)))
 
 
 LOADS = tuple(_mover("llvm.x86.tileloadd64", number) for number in range(_NUM_TILES))
@@ -57,22 +50,38 @@ STORES = tuple(_mover("llvm.x86.tilestored64", number) for number in range(_NUM_
 CLEARS = tuple(_clearer(number) for number in range(_NUM_TILES))
 
 
-@cache
 def dot(c: int, a: int, b: int) -> Any:
     """`tile c += tile a @ tile b`."""
-    return _dot(c, a, b)
+    return emitted_here(lambda builder: _call(builder, "llvm.x86.tdpbf16ps", _tile(c), _tile(a), _tile(b)))
 
 
-@emitted
+@emitted_here
 def configure(builder: Any, address: Any) -> None:
     """Set the thread's tiles up as the 64 bytes at `address` say (`configuration`)."""
     _call(builder, "llvm.x86.ldtilecfg", builder.inttoptr(address, _ADDRESS))
 
 
-@emitted
+@emitted_here
 def release(builder: Any) -> None:
     """Give the thread's tiles back."""
     _call(builder, "llvm.x86.tilerelease")
+
+
+def rows_apart(builder: Any, source: Any, stride: Any, count: Any, kind: Any, number: int = LANES) -> list[Any]:
+    """Vectors that lie `stride` bytes apart, zeros from `count` on (which are not read)."""
+    read = []
+    for row in range(number):
+        exists = builder.icmp_signed("<", ir.Constant(INT64, row), count)
+        offset = builder.select(exists, builder.mul(stride, ir.Constant(INT64, row)), ir.Constant(INT64, 0))
+        read.append(builder.select(exists, load(builder, source, offset, kind), ir.Constant(kind, [0] * LANES)))
+    return read
+
+
+@emitted
+def pack_right(builder: Any, source: Any, stride: Any, count: Any, tile: Any) -> None:
+    """Up to sixteen rows of 32 channels as a right-hand tile."""
+    for row, vector in enumerate(transposed(builder, rows_apart(builder, source, stride, count, WORDS))):
+        store(builder, vector, tile, LANE_BYTES * row)
 
 
 def configuration() -> np.ndarray[Any, Any]:

@@ -1,7 +1,7 @@
 """Functions that numba compiles, and threads to run them on. Imported only where numba is installed.
 
-An entry is a C function of one argument, the address of its arguments as int64 numbers; everything it calls is compiled
-into it. Parts of one call share a counter from which each takes its next piece of work, so that a part may run anywhere.
+An entry is a C function of one argument, the address of its arguments as int64 numbers; all that it calls is compiled
+into it. Parts of a call share a counter from which each takes its next piece of work, so that a part may run anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numba.cpython.unsafe.tuple import tuple_setitem
 
+from kvboost_kernels.lanes import read_integer
+
+INTEGER_BYTES = 8
+COUNTERS = 2
+"""int64 zeros behind an entry's arguments, for its parts to count with."""
 _ALIGNMENT = 64
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -38,17 +44,32 @@ def entry(function: Callable[[int], None]) -> Any:
         return numba.cfunc(signature)(function)
 
 
+def reader_of_fields(count: int) -> Any:
+    """For entries: a function of an entry's address that returns its first `count` arguments."""
+    zeros = (0,) * count
+
+    def fields(arguments):  # type: ignore[no-untyped-def]
+        numbers = zeros
+        for field in range(count):
+            numbers = tuple_setitem(numbers, field, read_integer(arguments + INTEGER_BYTES * field))
+        return numbers
+
+    return inner(fields)
+
+
 def digest(paths: Sequence[str]) -> str:
-    """Of source files. numba's cache looks at an entry's own file; what its closure holds is part of the key as well."""
+    """Of source files: for an entry's closure, which is part of its key in numba's cache as only its own file is."""
     return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
 
 
-def run(function: Any, arguments: int, parts: int) -> None:
-    """Call an entry `parts` times at once, the caller taking part, without the interpreter's lock.
+def run(function: Any, work: Sequence[int], parts: int) -> None:
+    """Call an entry `parts` times at once, without the interpreter's lock; the caller takes part.
 
-    The threads are those that torch's own operations run on: a second pool would compete with them, as OpenMP's threads
-    keep a core busy for some milliseconds after each operation.
+    Its arguments are the numbers of `work` and `COUNTERS` zeros. The threads are those that torch's own operations run
+    on: others would compete with them, as OpenMP's threads keep a core busy for some milliseconds after an operation.
     """
+    numbers = np.array([*work, *[0] * COUNTERS], np.int64)
+    arguments = numbers.ctypes.data
     if parts < 2:
         _Function(function.address)(arguments)
         return

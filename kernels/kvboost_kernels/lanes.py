@@ -36,7 +36,29 @@ Value = Any
 
 
 def emitted(emit: Callable[..., None]) -> Any:
-    """A function for compiled code that is what `emit(builder, *arguments)` writes; it returns nothing."""
+    """A function for compiled code that is what `emit(builder, *arguments)` writes; it returns nothing.
+
+    Written once a caller, and not inlined: copies in every branch of a loop would take seconds to compile.
+    """
+    name = f"{emit.__module__}.{emit.__qualname__}"
+
+    def call_it(builder: Any, *arguments: Value) -> None:
+        kind = ir.FunctionType(ir.VoidType(), [INT64] * len(arguments))
+        function = builder.module.globals.get(name)
+        if function is None:
+            function = ir.Function(builder.module, kind, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            body = ir.IRBuilder(function.append_basic_block())
+            emit(body, *function.args)
+            body.ret_void()
+        builder.call(function, arguments)
+
+    return _written(call_it, types.void)
+
+
+def emitted_here(emit: Callable[..., None]) -> Any:
+    """The same for a few instructions, written where they are called."""
     return _written(emit, types.void)
 
 
@@ -108,7 +130,7 @@ def spread(builder: Any, number: Value) -> Value:
 
 
 def transposed(builder: Any, rows: Sequence[Value]) -> list[Value]:
-    """Sixteen vectors as the columns of what they were the rows of: four rounds that swap halves of ever twice the size."""
+    """Sixteen vectors as columns of what they were rows of: four rounds that swap parts of twice the size each."""
     rows, size = list(rows), 1
     while size < LANES:
         swapped = list(rows)

@@ -20,7 +20,7 @@ from kvboost_kernels import amx, compiled
 from kvboost_kernels.compiled import memory
 from kvboost_kernels.lanes import LANES
 from kvboost_kernels.row_attention.request import fits_tiles
-from kvboost_kernels.row_attention.tile_loops import COUNTERS, Work, entry, scratch_bytes
+from kvboost_kernels.row_attention.tile_loops import Work, entry, scratch_bytes
 
 PAIR = 2 * LANES
 """Rows that share each tile of keys: two tiles of query."""
@@ -111,7 +111,11 @@ class _Call:
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiles: RowTiles, scaling: float
     ) -> None:
-        if not fits_tiles(query, key, value, scaling) or query.shape[1] % key.shape[1] or key.shape[:3] != value.shape[:3]:
+        if (
+            not fits_tiles(query, key, value, scaling)
+            or query.shape[1] % key.shape[1]
+            or key.shape[:3] != value.shape[:3]
+        ):
             shapes = [tuple(t.shape) for t in (query, key, value)]
             raise ValueError(f"{query.dtype} {shapes}: not a query, keys and values that tiles can be made of")
         if tiles.num_rows != query.shape[2] or tiles.end > key.shape[2]:
@@ -149,8 +153,7 @@ class _Call:
             value_channels=value.shape[3],
             items=heads * len(tiles.positions) // PAIR,
         )
-        arguments = np.array([*work, *[0] * COUNTERS], np.int64)
-        compiled.run(entry(), arguments.ctypes.data, parts)
+        compiled.run(entry(), work, parts)
 
     @cached_property
     def settings(self) -> np.ndarray:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba.cpython.unsafe.tuple import tuple_setitem
-
 from kvboost_kernels import amx, compiled, lanes
 from kvboost_kernels.amx import CLEARS, LOADS, STORES, dot
-from kvboost_kernels.compiled import inner
+from kvboost_kernels.compiled import INTEGER_BYTES, inner, reader_of_fields
 from kvboost_kernels.lanes import LANE_BYTES, read_integer, take_number
 from kvboost_kernels.row_attention import tile_steps as steps
 
@@ -72,9 +70,7 @@ class Work(NamedTuple):
 
 
 NUM_FIELDS = len(Work._fields)
-ZEROS = (0,) * NUM_FIELDS
-COUNTERS = 2
-"""int64 zeros behind the fields of `Work`: items taken, parts begun."""
+_fields = reader_of_fields(NUM_FIELDS)
 
 
 class Scratch(NamedTuple):
@@ -92,7 +88,9 @@ class Scratch(NamedTuple):
 def scratch_bytes(channels: int, value_channels: int, kv_len: int) -> int:
     """What a part needs, in whole vectors."""
     fixed = 8 * LANE_BYTES + 4 * _LOGITS_BYTES + 4 * _WEIGHTS_BYTES
-    return fixed + 64 * channels + 128 * value_channels + 32 * channels + 2 * value_channels * (kv_len + 32) + LANE_BYTES
+    return (
+        fixed + 64 * channels + 128 * value_channels + 32 * channels + 2 * value_channels * (kv_len + 32) + LANE_BYTES
+    )
 
 
 @inner
@@ -124,7 +122,7 @@ def _pack_query(work, head, row, scratch):
         source = work.query + head * work.query_head + first * work.query_row
         for step in range(num_steps if first < work.rows else 0):
             target = scratch.query + (tile * num_steps + step) * 1024
-            steps.pack_query(source + step * 64, work.query_row, work.rows - first, target)
+            amx.pack_right(source + step * 64, work.query_row, work.rows - first, target)
 
 
 @inner
@@ -332,17 +330,10 @@ def _part(work, taken, begun):
     amx.release()
 
 
-@inner
-def _fields(arguments):
-    numbers = ZEROS
-    for field in range(NUM_FIELDS):
-        numbers = tuple_setitem(numbers, field, read_integer(arguments + 8 * field))
-    return numbers
-
-
 @cache
 def entry() -> Any:
-    """The C function that computes one part of a call, given the address of a `Work` and of what follows it.
+    """The C function that computes one part of a call, given the address of a `Work`
+    and the counters behind it: items taken, parts begun.
 
     Compiled, or loaded from numba's cache, before this returns.
     """
@@ -350,7 +341,7 @@ def entry() -> Any:
 
     def part(arguments):
         _ = version  # part of the key in numba's cache
-        work = Work(*_fields(arguments))
-        _part(work, arguments + NUM_FIELDS * 8, arguments + NUM_FIELDS * 8 + 8)
+        counters = arguments + NUM_FIELDS * INTEGER_BYTES
+        _part(Work(*_fields(arguments)), counters, counters + INTEGER_BYTES)
 
     return compiled.entry(part)

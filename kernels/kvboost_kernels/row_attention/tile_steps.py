@@ -11,29 +11,13 @@ from typing import Any
 from llvmlite import ir
 
 from kvboost_kernels import lanes
-from kvboost_kernels.lanes import HALVES, INT64, LANE_BYTES, LANES, WORDS, at, emitted, floats, load, store, words
+from kvboost_kernels.amx import rows_apart
+from kvboost_kernels.lanes import HALVES, INT64, LANE_BYTES, LANES, WORDS, emitted, floats, load, store, words
 
 HIDDEN = -3e38
 """Logit of a key that a row does not see: finite, so that a row that sees nothing yet stays free of NaN."""
 LOWEST = -1e38
 """A row's maximum before its first key."""
-
-
-def _rows(builder: Any, source: Any, stride: Any, count: Any, kind: Any, number: int = LANES) -> list[Any]:
-    """Vectors that lie `stride` bytes apart, zeros from `count` on (which are not read)."""
-    read = []
-    for row in range(number):
-        exists = builder.icmp_signed("<", ir.Constant(INT64, row), count)
-        offset = builder.select(exists, builder.mul(stride, ir.Constant(INT64, row)), ir.Constant(INT64, 0))
-        read.append(builder.select(exists, load(builder, source, offset, kind), ir.Constant(kind, [0] * LANES)))
-    return read
-
-
-@emitted
-def pack_query(builder: Any, source: Any, stride: Any, count: Any, tile: Any) -> None:
-    """Up to sixteen rows of 32 channels as a right-hand tile."""
-    for row, vector in enumerate(lanes.transposed(builder, _rows(builder, source, stride, count, WORDS))):
-        store(builder, vector, tile, LANE_BYTES * row)
 
 
 def _interleave(builder: Any, keys: list[Any], tile: Any) -> None:
@@ -48,7 +32,7 @@ def _interleave(builder: Any, keys: list[Any], tile: Any) -> None:
 @emitted
 def pack_values(builder: Any, source: Any, stride: Any, count: Any, tile: Any) -> None:
     """Up to 32 keys of 16 channels as a left-hand tile: a row a channel."""
-    _interleave(builder, _rows(builder, source, stride, count, HALVES, 2 * LANES), tile)
+    _interleave(builder, rows_apart(builder, source, stride, count, HALVES, 2 * LANES), tile)
 
 
 @emitted
@@ -66,9 +50,7 @@ def hide(builder: Any, logits: Any, first_key: Any, positions: Any, window: Any)
     first = lanes.spread(builder, first_key)
     for row in range(LANES):
         key = builder.add(first, words(row))
-        seen = builder.and_(
-            builder.icmp_signed("<=", key, position), builder.icmp_signed(">", key, oldest)
-        )
+        seen = builder.and_(builder.icmp_signed("<=", key, position), builder.icmp_signed(">", key, oldest))
         logit = load(builder, logits, LANE_BYTES * row)
         store(builder, builder.select(seen, logit, floats(HIDDEN)), logits, LANE_BYTES * row)
 

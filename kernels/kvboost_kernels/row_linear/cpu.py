@@ -12,7 +12,7 @@ import torch
 
 from kvboost_kernels import amx, compiled
 from kvboost_kernels.compiled import memory
-from kvboost_kernels.row_linear.tile_loops import COUNTERS, Work, entry, scratch_bytes
+from kvboost_kernels.row_linear.tile_loops import Work, entry, scratch_bytes
 
 MIN_WEIGHTS_A_THREAD = 1 << 15
 """Fewer are multiplied sooner than a thread is woken."""
@@ -51,8 +51,7 @@ def row_linear(
         *(added.data_ptr(), 0 if bias is None else 4, _settings().ctypes.data, memory(parts * size), size),
         *(num_rows, num_inputs, num_outputs, -(-num_outputs // 32)),
     )
-    arguments = np.array([*work, *[0] * COUNTERS], np.int64)
-    compiled.run(entry(), arguments.ctypes.data, parts)
+    compiled.run(entry(), work, parts)
     return outputs
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba.cpython.unsafe.tuple import tuple_setitem
-
 from kvboost_kernels import amx, compiled, lanes
 from kvboost_kernels.amx import CLEARS, LOADS, STORES, dot
-from kvboost_kernels.compiled import inner
-from kvboost_kernels.lanes import LANE_BYTES, read_integer, take_number
-from kvboost_kernels.row_attention import tile_steps as attention_steps
+from kvboost_kernels.compiled import INTEGER_BYTES, inner, reader_of_fields
+from kvboost_kernels.lanes import take_number
 from kvboost_kernels.row_linear import tile_steps as steps
 
 clear_0, clear_1, clear_2, clear_3 = CLEARS[:4]
@@ -47,9 +44,7 @@ class Work(NamedTuple):
 
 
 NUM_FIELDS = len(Work._fields)
-ZEROS = (0,) * NUM_FIELDS
-COUNTERS = 2
-"""int64 zeros behind the fields of `Work`: items taken, parts begun."""
+_fields = reader_of_fields(NUM_FIELDS)
 
 
 def scratch_bytes(num_rows: int, num_inputs: int) -> int:
@@ -65,7 +60,7 @@ def _pack_rows(work, tiles, packed):
             if tile * 16 < work.num_rows:
                 source = work.rows_in + tile * 16 * work.rows_stride + step * 64
                 target = packed + (step * tiles + tile) * 1024
-                attention_steps.pack_query(source, work.rows_stride, work.num_rows - tile * 16, target)
+                amx.pack_right(source, work.rows_stride, work.num_rows - tile * 16, target)
 
 
 @inner
@@ -123,26 +118,18 @@ def _part(work, taken, begun):
     amx.release()
 
 
-@inner
-def _fields(arguments):
-    numbers = ZEROS
-    for field in range(NUM_FIELDS):
-        numbers = tuple_setitem(numbers, field, read_integer(arguments + 8 * field))
-    return numbers
-
-
 @cache
 def entry() -> Any:
-    """The C function that computes one part of a call, given the address of a `Work` and of what follows it.
+    """The C function that computes one part of a call, given the address of a `Work`
+    and the counters behind it: items taken, parts begun.
 
     Compiled, or loaded from numba's cache, before this returns.
     """
-    sources = [amx, compiled, lanes, attention_steps, steps]
-    version = compiled.digest([*(str(source.__file__) for source in sources), __file__])
+    version = compiled.digest([amx.__file__, compiled.__file__, lanes.__file__, steps.__file__, __file__])
 
     def part(arguments):
         _ = version  # part of the key in numba's cache
-        work = Work(*_fields(arguments))
-        _part(work, arguments + NUM_FIELDS * 8, arguments + NUM_FIELDS * 8 + 8)
+        counters = arguments + NUM_FIELDS * INTEGER_BYTES
+        _part(Work(*_fields(arguments)), counters, counters + INTEGER_BYTES)
 
     return compiled.entry(part)

@@ -1,4 +1,4 @@
-"""Steps of `row_linear` on matrix tiles, as vector code: a tile of results has an output a row and a row of input a lane."""
+"""Steps of `row_linear` on matrix tiles, as vector code: a tile of results has an output a row, an input row a lane."""
 
 from __future__ import annotations
 
