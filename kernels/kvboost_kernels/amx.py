@@ -67,20 +67,27 @@ def release(builder: Any) -> None:
     _call(builder, "llvm.x86.tilerelease")
 
 
-def rows_apart(builder: Any, source: Any, stride: Any, count: Any, kind: Any, number: int = LANES) -> list[Any]:
-    """Vectors that lie `stride` bytes apart, zeros from `count` on (which are not read)."""
-    read = []
+def rows_apart(
+    builder: Any, source: Any, stride: Any, first: Any, end: Any, kind: Any, number: int = LANES
+) -> list[Any]:
+    """Vectors that lie `stride` bytes apart: those of `[first, end)`, which must not be empty; zeros for the others.
+
+    The others are not read.
+    """
+    read, nothing = [], ir.Constant(kind, [0] * LANES)
     for row in range(number):
-        exists = builder.icmp_signed("<", ir.Constant(INT64, row), count)
-        offset = builder.select(exists, builder.mul(stride, ir.Constant(INT64, row)), ir.Constant(INT64, 0))
-        read.append(builder.select(exists, load(builder, source, offset, kind), ir.Constant(kind, [0] * LANES)))
+        index = ir.Constant(INT64, row)
+        exists = builder.and_(builder.icmp_signed("<=", first, index), builder.icmp_signed("<", index, end))
+        offset = builder.mul(stride, builder.select(exists, index, first))
+        read.append(builder.select(exists, load(builder, source, offset, kind), nothing))
     return read
 
 
 @emitted
 def pack_right(builder: Any, source: Any, stride: Any, count: Any, tile: Any) -> None:
     """Up to sixteen rows of 32 channels as a right-hand tile."""
-    for row, vector in enumerate(transposed(builder, rows_apart(builder, source, stride, count, WORDS))):
+    rows = rows_apart(builder, source, stride, ir.Constant(INT64, 0), count, WORDS)
+    for row, vector in enumerate(transposed(builder, rows)):
         store(builder, vector, tile, LANE_BYTES * row)
 
 

@@ -37,7 +37,7 @@ class CompiledLinear(CheckedKernel):
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """`torch.nn.functional.linear`, or None where torch has to do it."""
-        if not _fits(rows, weight):
+        if self.refused or not _fits(rows, weight):
             return None
         try:
             flat = rows.reshape(-1, rows.shape[-1])

@@ -48,6 +48,7 @@ class RowTiles:
             raise ValueError(f"window={window}: expected 1 or more, or None")
         self.num_rows, self.end = len(rows), int(rows.max()) + 1
         self.window = NO_WINDOW if window is None else min(window, NO_WINDOW)
+        self.begin = max(0, int(rows.min()) + 1 - self.window)
         missing = -self.num_rows % PAIR
         self.positions = torch.cat([rows, rows[-1:].expand(missing)]).to(torch.int32)
         by_tile = self.positions.view(-1, LANES).long()
@@ -147,6 +148,7 @@ class _Call:
             rows=tiles.num_rows,
             group=heads // key.shape[1],
             kv_len=key.shape[2],
+            begin=tiles.begin,
             end=tiles.end,
             window=tiles.window,
             channels=query.shape[3],

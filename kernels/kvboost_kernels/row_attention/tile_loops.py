@@ -33,7 +33,7 @@ class Work(NamedTuple):
         settings: 64 bytes that configure the tiles, then sixteen times scaling · log2(e).
         scratch, scratch_bytes: memory for each part, and how much.
         kv_len: keys that exist in memory.
-        end: the key behind the last one that some row sees.
+        begin, end: the first key that some row sees, and the one behind the last.
         window: a row sees as many keys, its own included.
         items: pairs of tiles of rows, times heads.
     """
@@ -62,6 +62,7 @@ class Work(NamedTuple):
     rows: int
     group: int
     kv_len: int
+    begin: int
     end: int
     window: int
     channels: int
@@ -127,16 +128,19 @@ def _pack_query(work, head, row, scratch):
 
 @inner
 def _pack_values(work, kv_head, scratch):
-    """Values of a key head as tiles; zeros behind the last key that is seen."""
+    """Values of a key head as tiles. Zeros for keys that no row sees: what lies there may be anything, NaN too."""
     values, tiles = work.values + kv_head * work.values_head, work.value_channels // 16
-    for key in range(0, work.end, 32):
+    for key in range(work.begin // BLOCK * BLOCK, work.end, 32):
         for tile in range(tiles):
             source = values + key * work.values_row + tile * 32
             target = scratch.values + (key // 32 * tiles + tile) * 1024
-            if key + 32 <= work.end:
+            if work.begin <= key and key + 32 <= work.end:
                 steps.pack_32_values(source, work.values_row, target)
+            elif key + 32 <= work.begin:
+                steps.clear_tile(target)
             else:
-                steps.pack_values(source, work.values_row, work.end - key, target)
+                first, end = max(0, work.begin - key), min(32, work.end - key)
+                steps.pack_values(source, work.values_row, first, end, target)
 
 
 @inner
@@ -151,10 +155,13 @@ def _copy_tail(work, kv_head, scratch):
 
 @inner
 def _seen(work, tile):
-    """The keys that some row of a pair of tiles sees, in whole steps of 32."""
+    """The keys that some row of a pair of tiles sees, from a multiple of `BLOCK` in steps of 32.
+
+    Blocks begin where they do for any other rows, so that a row's sums are made up in the same order.
+    """
     lowest = min(_lowest(work, tile), _lowest(work, tile + 1))
     highest = max(_highest(work, tile), _highest(work, tile + 1))
-    return max(0, lowest - work.window + 1) // 32 * 32, (highest + 32) // 32 * 32
+    return max(0, lowest - work.window + 1) // BLOCK * BLOCK, (highest + 32) // 32 * 32
 
 
 @inner

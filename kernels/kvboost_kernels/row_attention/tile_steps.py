@@ -30,9 +30,9 @@ def _interleave(builder: Any, keys: list[Any], tile: Any) -> None:
 
 
 @emitted
-def pack_values(builder: Any, source: Any, stride: Any, count: Any, tile: Any) -> None:
-    """Up to 32 keys of 16 channels as a left-hand tile: a row a channel."""
-    _interleave(builder, rows_apart(builder, source, stride, count, HALVES, 2 * LANES), tile)
+def pack_values(builder: Any, source: Any, stride: Any, first: Any, end: Any, tile: Any) -> None:
+    """Sixteen channels of keys `[first, end)` of 32, zeros for the others, as a left-hand tile: a row a channel."""
+    _interleave(builder, rows_apart(builder, source, stride, first, end, HALVES, 2 * LANES), tile)
 
 
 @emitted

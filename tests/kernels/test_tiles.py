@@ -1,0 +1,212 @@
+"""Row attention and products on a CPU's matrix tiles, beside float32 references; where the processor has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_kernels.row_attention.reference import attention_logits, row_attention_reference
+from kvboost_kernels.row_attention.request import Request
+
+pytest.importorskip("numba")
+
+from kvboost_kernels import amx, compiled
+from kvboost_kernels.row_attention import cpu as attention
+from kvboost_kernels.row_attention.cpu import RowTiles, attend_rows, attention_mass
+from kvboost_kernels.row_linear import cpu as products
+from kvboost_kernels.row_linear.cpu import row_linear
+
+pytestmark = pytest.mark.skipif(not amx.available(), reason="no matrix tiles on this machine")
+
+SPARE = 21
+"""Positions of the buffer behind the prompt."""
+
+
+def _inputs(
+    num_rows: int, kv_len: int, heads: int, kv_heads: int, dim: int, value_dim: int, window: int | None = None
+) -> tuple[Request, RowTiles]:
+    """Query and views of a longer buffer, NaN wherever no row sees it; rows at random positions."""
+    draw = torch.Generator().manual_seed(num_rows * kv_len)
+    query = torch.randn(1, num_rows, heads, dim, generator=draw).bfloat16().transpose(1, 2)
+    rows = torch.randperm(kv_len, generator=draw)[:num_rows].sort().values
+    seen = slice(0 if window is None else max(0, int(rows[0]) - window + 1), int(rows[-1]) + 1)
+    buffers = []
+    for size in (dim, value_dim):
+        buffer = torch.full((1, kv_heads, kv_len + SPARE, size), float("nan"), dtype=torch.bfloat16)
+        buffer[:, :, seen] = 2 * torch.randn(buffer[:, :, seen].shape, generator=draw).bfloat16()
+        buffers.append(buffer[:, :, :kv_len])
+    key, value = buffers
+    request = Request(query, key, value, rows, dim**-0.5, window, mass_rows=torch.arange(num_rows))
+    return request, RowTiles(rows, window)
+
+
+def _attend(request: Request, tiles: RowTiles, threads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return attend_rows(request.query, request.key, request.value, tiles, scaling=request.scaling, threads=threads)
+
+
+SIZES = {
+    "one of everything": (1, 1, 1, 1, 32, 16, None),
+    "odd": (5, 17, 4, 1, 64, 64, None),
+    "as smollm2": (54, 301, 9, 3, 64, 64, None),
+    "several blocks, a tile and a row": (33, 1027, 8, 1, 96, 48, None),
+    "narrow window": (31, 1000, 6, 2, 128, 128, 33),
+    "window of one": (20, 150, 2, 2, 32, 32, 1),
+    "wide heads, window": (100, 700, 4, 4, 256, 256, 100),
+    "window longer than the prompt": (16, 48, 3, 3, 32, 32, 99),
+    "keys wider than values": (40, 280, 4, 2, 192, 128, None),
+}
+
+
+@pytest.fixture
+def every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little there is to do."""
+    monkeypatch.setattr(attention, "MIN_COST_A_THREAD", 1)
+    monkeypatch.setattr(products, "MIN_WEIGHTS_A_THREAD", 1)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("threads", [1, 3])
+def test_attention_is_the_references(every_thread: None, sizes: tuple[Any, ...], threads: int) -> None:
+    request, tiles = _inputs(*sizes)
+    output, lse = _attend(request, tiles, threads)
+    expected, mass, _ = row_attention_reference(request)
+    assert output.is_contiguous()
+    torch.testing.assert_close(output.transpose(1, 2), expected, atol=2e-2, rtol=1e-2)
+    logits = attention_logits(request, request.key)
+    torch.testing.assert_close(lse.flatten(0, 1), logits.logsumexp(-1), atol=1e-4, rtol=1e-5)
+    measured = attention_mass(request.query, request.key, tiles, lse, scaling=request.scaling, threads=threads)
+    assert mass is not None
+    torch.testing.assert_close(measured / len(request.rows), mass, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_a_row_comes_out_the_same_beside_any_others(every_thread: None, window: int | None) -> None:
+    request, tiles = _inputs(70, 900, 6, 2, 64, 64, window)
+    whole, lse = _attend(request, tiles)
+    for chosen in (torch.tensor([3]), torch.tensor([2, 9, 40, 69]), torch.arange(33, 70), torch.arange(69, -1, -1)):
+        part = Request(request.query[:, :, chosen], request.key, request.value, request.rows[chosen], request.scaling)
+        for threads in (1, 2):
+            output, part_lse = _attend(part, RowTiles(part.rows, window), threads)
+            assert torch.equal(output, whole[:, chosen])
+            torch.testing.assert_close(part_lse, lse[:, :, chosen])
+
+
+def test_nan_where_a_row_sees_nan() -> None:
+    request, tiles = _inputs(18, 300, 2, 1, 64, 64)
+    position = int(request.rows[9])
+    for tensor in (request.key, request.value):
+        spoilt = tensor.clone()
+        spoilt[:, :, position, 7] = float("nan")
+        pair = (spoilt, request.value) if tensor is request.key else (request.key, spoilt)
+        output, _ = attend_rows(request.query, *pair, tiles, scaling=request.scaling)
+        assert bool(output[:, 9:].isnan().any(-1).all())
+    output, _ = _attend(request, tiles)
+    assert not output.isnan().any()
+
+
+def test_very_unequal_logits() -> None:
+    request, tiles = _inputs(18, 300, 2, 1, 64, 64)
+    request.key[:, :, : int(request.rows[-1]) + 1] *= 40
+    output, lse = _attend(request, tiles)
+    expected, _, _ = row_attention_reference(request)
+    torch.testing.assert_close(output.transpose(1, 2), expected, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.flatten(0, 1), attention_logits(request, request.key).logsumexp(-1))
+
+
+def test_attention_refuses_what_it_cannot_do() -> None:
+    request, tiles = _inputs(18, 100, 2, 1, 64, 64)
+    query, key, value = request.query, request.key, request.value
+    wrong = {
+        "float32": (query.float(), key.float(), value.float(), tiles, 1.0),
+        "head dim": (query[..., :40], key[..., :40], value, tiles, 1.0),
+        "channels apart": (query, key.transpose(2, 3).contiguous().transpose(2, 3), value, tiles, 1.0),
+        "scaling": (query, key, value, tiles, 0.0),
+        "heads": (query.repeat(1, 2, 1, 1)[:, :3], key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1), tiles, 1.0),
+        "lengths": (query, key, value[:, :, :50], tiles, 1.0),
+        "rows": (query[:, :, :4], key, value, tiles, 1.0),
+        "positions": (query, key[:, :, :50], value[:, :, :50], tiles, 1.0),
+    }
+    for *tensors, scaling in wrong.values():
+        with pytest.raises(ValueError, match=r"tiles can be made of|positions up to"):
+            attend_rows(*tensors, scaling=scaling)
+    for rows in (torch.tensor([], dtype=torch.long), torch.tensor([-1]), torch.tensor([1.0]), torch.ones(2, 2).long()):
+        with pytest.raises(ValueError, match="rows"):
+            RowTiles(rows)
+    with pytest.raises(ValueError, match="window"):
+        RowTiles(torch.tensor([1]), 0)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 32, 16), (17, 64, 48), (33, 1536, 192), (100, 96, 1008)])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_product_is_the_references(
+    every_thread: None, rows: int, inputs: int, outputs: int, with_bias: bool, threads: int
+) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    source = torch.randn(rows, inputs + 8, generator=draw).bfloat16()[:, :inputs]
+    weight = torch.randn(outputs, inputs, generator=draw).bfloat16()
+    bias = 5 * torch.randn(outputs, generator=draw).bfloat16() if with_bias else None
+    found = row_linear(source, weight, bias, threads=threads)
+    expected = source.float() @ weight.float().T + (0 if bias is None else bias.float())
+    torch.testing.assert_close(found, expected.bfloat16(), atol=1e-3 * inputs**0.5, rtol=8e-3)
+    alone = row_linear(source[-1:], weight, bias)
+    assert torch.equal(alone, found[-1:])
+
+
+def test_products_refuse_what_they_cannot_do() -> None:
+    rows, weight = torch.ones(3, 64).bfloat16(), torch.ones(32, 64).bfloat16()
+    wrong = [
+        (rows.float(), weight.float(), None),
+        (rows[:, :40], weight[:, :40].contiguous(), None),
+        (rows, weight[:9], None),
+        (rows, weight.T.contiguous().T, None),
+        (rows[:0], weight, None),
+        (rows[:, :32], weight, None),
+        (rows, weight, torch.ones(31)),
+    ]
+    for case in wrong:
+        with pytest.raises(ValueError, match="tiles"):
+            row_linear(*case)
+
+
+def test_same_bits_without_an_openmp_runtime(every_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, tiles = _inputs(54, 301, 9, 3, 64, 64)
+    output, lse = _attend(request, tiles)
+    monkeypatch.setattr(compiled, "_team", lambda: None)
+    for _ in range(3):
+        again, again_lse = _attend(request, tiles)
+        assert torch.equal(again, output)
+        assert torch.equal(again_lse, lse)
+
+
+def test_between_torchs_own_products_and_attention(every_thread: None) -> None:
+    """oneDNN sets up the same tiles in its own way; whoever comes next must not notice."""
+    request, tiles = _inputs(54, 301, 9, 3, 64, 64)
+    draw = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(40, 96, generator=draw).bfloat16() for _ in range(2))
+    attended = (request.query, request.query, request.query)
+    product, whole = left @ right.T, torch.nn.functional.scaled_dot_product_attention(*attended)
+    ours, theirs = _attend(request, tiles)[0], row_linear(left[:, :96], right[:32])
+    for _ in range(3):
+        assert torch.equal(_attend(request, tiles)[0], ours)
+        assert torch.equal(left @ right.T, product)
+        assert torch.equal(row_linear(left, right[:32]), theirs)
+        assert torch.equal(torch.nn.functional.scaled_dot_product_attention(*attended), whole)
+
+
+def test_compiles_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfunc = compiled.numba.cfunc
+
+    def read_only(signature: Any, **options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return cfunc(signature, **options)
+
+    monkeypatch.setattr(compiled.numba, "cfunc", read_only)
+    from kvboost_kernels.row_linear import tile_loops
+
+    tile_loops.entry.cache_clear()
+    rows, weight = torch.ones(3, 64).bfloat16(), torch.ones(32, 64).bfloat16()
+    assert torch.equal(row_linear(rows, weight), torch.full((3, 32), 64.0).bfloat16())
