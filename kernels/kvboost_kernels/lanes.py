@@ -79,6 +79,16 @@ def _written(emit: Callable[..., Any], result: Any) -> Any:
     return written
 
 
+@intrinsic
+def pointer(typing_context: Any, address: Any) -> Any:
+    """An address as a pointer, for `numba.carray`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.PointerType(ir.IntType(8)))
+
+    return types.voidptr(types.int64), generate
+
+
 @emitted_integer
 def read_integer(builder: Any, address: Value) -> Value:
     """The int64 at an address."""
@@ -151,6 +161,11 @@ def as_bfloat16(builder: Any, vector: Value) -> Value:
     nearest = builder.lshr(builder.add(builder.add(bits, words(0x7FFF)), odd), words(16))
     is_nan = builder.fcmp_unordered("uno", vector, vector)
     return builder.trunc(builder.select(is_nan, words(0x7FC0), nearest), HALVES)
+
+
+def from_bfloat16(builder: Any, vector: Value) -> Value:
+    """Sixteen bfloat16, as their bits, in float32."""
+    return builder.bitcast(builder.shl(builder.zext(vector, WORDS), words(16)), FLOATS)
 
 
 def exp2(builder: Any, vector: Value) -> Value:

@@ -20,6 +20,7 @@ SHAPES = {
     "whole": ("half", 0, 64, 64),
     "interleaved": ("interleaved", 0, 64, 64),
     "odd": ("half", 5, 10, 33),
+    "sixteen and some, in the middle": ("half", 3, 74, 80),
     "one pair": ("interleaved", 3, 2, 6),
 }
 """Pairing, offset, rotary dim and head dim."""
@@ -105,14 +106,14 @@ def test_refuses_what_it_cannot_address() -> None:
 
 
 def test_compiles_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    njit = cpu.numba.njit
+    cfunc = cpu.numba.cfunc
 
-    def read_only(function: Any, **options: Any) -> Any:
+    def read_only(signature: Any, **options: Any) -> Any:
         if options.get("cache"):
             raise RuntimeError("cannot cache function: no locator available")
-        return njit(function, **options)
+        return cfunc(signature, **options)
 
-    monkeypatch.setattr(cpu.numba, "njit", read_only)
+    monkeypatch.setattr(cpu.numba, "cfunc", read_only)
     keys, tables = _keys(1, 2, 12, torch.float32), _tables(6)
     expected = torch.empty_like(keys)
     ModelRotation(None, "half", 0, 12).rotate_into(expected, keys, tables)

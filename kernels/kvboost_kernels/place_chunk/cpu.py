@@ -7,11 +7,7 @@ numba's cache on disk, so that only the first process of a machine compiles.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numba
@@ -19,13 +15,17 @@ import numpy as np
 import torch
 from numba.extending import intrinsic, overload
 
+from kvboost_kernels import compiled, lanes
+from kvboost_kernels.compiled import INTEGER_BYTES, reader_of_fields
+from kvboost_kernels.lanes import HALVES, LANES, emitted_here, load, multiply_add, pointer, store, take_number
 from kvboost_kernels.place_chunk.layout import Pairing, Rotation
 
 DTYPES = (torch.bfloat16, torch.float32)
 MIN_ELEMENTS_A_THREAD = 1 << 15
 """Fewer are turned sooner than a thread is woken."""
 
-Loop = Callable[..., None]
+_NUM_FIELDS = 7
+_fields = reader_of_fields(_NUM_FIELDS)
 
 
 @intrinsic
@@ -64,9 +64,33 @@ def _typed_store(target, index, number):
     return rounded if target.dtype == numba.uint16 else plain
 
 
+def _turn(builder: Any, x: Any, y: Any, cos: Any, sin: Any, to_x: Any, to_y: Any, halves: bool) -> None:
+    """Sixteen pairs of channels, as the loop turns one."""
+    first, second = (
+        lanes.from_bfloat16(builder, load(builder, at, 0, HALVES)) if halves else load(builder, at) for at in (x, y)
+    )
+    c, s = load(builder, cos), load(builder, sin)
+    turned = (
+        multiply_add(builder, builder.fneg(second), s, builder.fmul(first, c)),
+        multiply_add(builder, first, s, builder.fmul(second, c)),
+    )
+    for vector, target in zip(turned, (to_x, to_y), strict=True):
+        store(builder, lanes.as_bfloat16(builder, vector) if halves else vector, target)
+
+
+@emitted_here
+def _turn_bfloat16(builder: Any, x: Any, y: Any, cos: Any, sin: Any, to_x: Any, to_y: Any) -> None:
+    _turn(builder, x, y, cos, sin, to_x, to_y, True)
+
+
+@emitted_here
+def _turn_float32(builder: Any, x: Any, y: Any, cos: Any, sin: Any, to_x: Any, to_y: Any) -> None:
+    _turn(builder, x, y, cos, sin, to_x, to_y, False)
+
+
 @cache
-def compiled_loop(dtype: torch.dtype, pairing: Pairing, offset: int, half: int, head_dim: int) -> Loop:
-    """The loop for one kind of keys, compiled (or loaded from numba's cache) before this returns.
+def compiled_loop(dtype: torch.dtype, pairing: Pairing, offset: int, half: int, head_dim: int) -> Any:
+    """The loop for one kind of keys, an entry of `compiled`: compiled, or loaded from disk, before this returns.
 
     Sizes are constants of the compiled code: with them known, the inner loop is vectorised without checks.
 
@@ -74,37 +98,43 @@ def compiled_loop(dtype: torch.dtype, pairing: Pairing, offset: int, half: int, 
         dtype: one of `DTYPES`, of keys and buffer alike.
         half: pairs of rotated channels, `rotary_dim // 2`.
     """
-    interleaved, end = pairing == "interleaved", offset + 2 * half
+    interleaved, end, is_bfloat16 = pairing == "interleaved", offset + 2 * half, dtype == torch.bfloat16
+    element, item = (np.uint16, 2) if is_bfloat16 else (np.float32, 4)
+    whole = 0 if interleaved else half // LANES * LANES  # of pairs; they are turned sixteen at once
+    version = compiled.digest([lanes.__file__, compiled.__file__, __file__])
 
-    def loop(out, out_stride, keys, cos, sin, first, last):
-        tokens = cos.shape[0]
-        for row in range(first, last):
+    def part(arguments):
+        _ = version  # part of the key in numba's cache
+        out, row_stride, keys, cos, sin, tokens, rows = _fields(arguments)
+        row = take_number(arguments + _NUM_FIELDS * INTEGER_BYTES)
+        while row < rows:
             for token in range(tokens):
-                start, begin = row * out_stride + token * head_dim, (row * tokens + token) * head_dim
-                target, source = out[start : start + head_dim], keys[begin : begin + head_dim]
-                c, s = cos[token], sin[token]
-                for d in range(offset):
-                    target[d] = source[d]
-                for d in range(half):
-                    i, j = (offset + 2 * d, offset + 2 * d + 1) if interleaved else (offset + d, offset + half + d)
-                    x, y = _load(source, i), _load(source, j)
-                    _store(target, i, _fused(-y, s[d], x * c[d]))
-                    _store(target, j, _fused(x, s[d], y * c[d]))
-                for d in range(end, head_dim):
-                    target[d] = source[d]
+                to = out + (row * row_stride + token * head_dim) * item
+                at = keys + (row * tokens + token) * head_dim * item
+                cosines, sines = cos + token * half * 4, sin + token * half * 4
+                for d in range(0, whole, LANES):
+                    i, j = (offset + d) * item, (offset + half + d) * item
+                    if is_bfloat16:
+                        _turn_bfloat16(at + i, at + j, cosines + 4 * d, sines + 4 * d, to + i, to + j)
+                    else:
+                        _turn_float32(at + i, at + j, cosines + 4 * d, sines + 4 * d, to + i, to + j)
+                if whole < half or offset or end < head_dim:
+                    target = numba.carray(pointer(to), (head_dim,), element)
+                    source = numba.carray(pointer(at), (head_dim,), element)
+                    c = numba.carray(pointer(cosines), (half,), np.float32)
+                    s = numba.carray(pointer(sines), (half,), np.float32)
+                    for d in range(offset):
+                        target[d] = source[d]
+                    for d in range(whole, half):
+                        i, j = (offset + 2 * d, offset + 2 * d + 1) if interleaved else (offset + d, offset + half + d)
+                        x, y = _load(source, i), _load(source, j)
+                        _store(target, i, _fused(-y, s[d], x * c[d]))
+                        _store(target, j, _fused(x, s[d], y * c[d]))
+                    for d in range(end, head_dim):
+                        target[d] = source[d]
+            row = take_number(arguments + _NUM_FIELDS * INTEGER_BYTES)
 
-    compiled = _jit(loop)
-    table, numbers = np.zeros((1, half), np.float32), _numbers(torch.zeros(head_dim, dtype=dtype))
-    compiled(numbers, head_dim, numbers.copy(), table, table, 0, 1)
-    return compiled
-
-
-def _jit(function: Loop) -> Loop:
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(function, cache=True, **options)
-    except RuntimeError:  # neither the module's folder nor the user's cache can be written
-        return numba.njit(function, **options)
+    return compiled.entry(part)
 
 
 def fits(out: torch.Tensor, keys: torch.Tensor) -> bool:
@@ -142,27 +172,9 @@ def rotate_into(out: torch.Tensor, keys: torch.Tensor, rotation: Rotation, threa
     rows = layers * heads
     if not keys.numel():
         return
-    loop = compiled_loop(keys.dtype, rotation.pairing, rotation.offset, rotation.rotary_dim // 2, dim)
     row_stride = out.stride(1) if heads > 1 else out.stride(0) if layers > 1 else tokens * dim
-    reach = out.as_strided(((rows - 1) * row_stride + tokens * dim,), (1,))
-    tables = rotation.cos.contiguous().numpy(), rotation.sin.contiguous().numpy()
-    arguments = _numbers(reach), row_stride, _numbers(keys.view(-1)), *tables
+    cos, sin = rotation.cos.float().contiguous(), rotation.sin.float().contiguous()
+    work = (out.data_ptr(), row_stride, keys.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, rows)
     parts = max(1, min(threads, rows, keys.numel() // MIN_ELEMENTS_A_THREAD))
-    edges = [rows * part // parts for part in range(parts + 1)]
-    helpers = _helpers(os.getpid(), threads - 1) if parts > 1 else None
-    waiting = [helpers.submit(loop, *arguments, *part) for part in pairwise(edges[1:])] if helpers else []
-    loop(*arguments, edges[0], edges[1])
-    for part in waiting:
-        part.result()
-
-
-def _numbers(tensor: torch.Tensor) -> Any:
-    """The same memory as a numpy array; bfloat16, which numpy lacks, by its bits."""
-    tensor = tensor.detach()
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-@cache
-def _helpers(process: int, count: int) -> ThreadPoolExecutor:
-    """Threads besides the caller's. They do not survive a fork, hence one pool a process."""
-    return ThreadPoolExecutor(count, thread_name_prefix=f"kvboost-rotation-{process}")
+    loop = compiled_loop(keys.dtype, rotation.pairing, rotation.offset, rotation.rotary_dim // 2, dim)
+    compiled.run(loop, work, parts)
