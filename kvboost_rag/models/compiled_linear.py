@@ -22,10 +22,13 @@ from kvboost_rag.models.compiled_tiles import can_compile, require_tiles
 MAX_ROWS = 384
 """With more rows torch's product is as fast: laying the weights out is a smaller part of it."""
 
+ONE_BLOCK = 32
+"""Rows that the loops take in one piece."""
+
 
 @dataclass
 class CompiledLinear(CheckedKernel):
-    """Calls the loops. A kind of call is: sizes of the weights, and whether there is a bias."""
+    """Calls the loops. A kind of call is: sizes of the weights, with a bias or not, more than one block of rows or not."""
 
     name: ClassVar[str] = "product (numba)"
 
@@ -43,7 +46,7 @@ class CompiledLinear(CheckedKernel):
             flat = rows.reshape(-1, rows.shape[-1])
             output = _loops().row_linear(flat, weight, bias, threads=torch.get_num_threads())
             output = output.view(*rows.shape[:-1], -1)
-            kind = weight.shape, bias is None
+            kind = weight.shape, bias is None, len(flat) > ONE_BLOCK
             if kind not in self.checked:
                 check_agrees(output, linear(rows, weight, bias))
                 self.checked.add(kind)
@@ -57,7 +60,7 @@ class RowProducts(TorchFunctionMode):
     """Inside it `torch.nn.functional.linear` goes through `COMPILED` where that takes it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is linear and not torch.is_grad_enabled():
+        if func is linear and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             output = COMPILED.product(*args, **(kwargs or {}))
             if output is not None:
                 return output

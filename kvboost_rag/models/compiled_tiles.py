@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 @cache
@@ -27,3 +30,4 @@ def require_tiles() -> None:
 
     if not amx.available():
         raise RuntimeError("the system or numba's settings keep matrix tiles from this process")
+    logger.info("loading code for this processor's matrix tiles; once a machine it is compiled, in some seconds")
