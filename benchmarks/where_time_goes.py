@@ -8,7 +8,7 @@ of matrix products, of attention, and of everything else, beside the pass's shar
 prefill's time a row (products), its pairs of row and visible position in full prefill's time a pair (attention). Full
 prefill is plain transformers on torch, and the share what a pass would take if it ran as torch does with thousands of
 rows. The loops that numba compiles for a processor with AMX can fall below it; without them products of the attention
-mass count as products. Before that: placing all chunks, beside a plain copy of as many bytes, which is memory bandwidth.
+mass count as products. Before that: placing all chunks, beside plain copies of as many bytes: memory bandwidth.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ONE_BLOCK = 128
 
 @dataclass
 class CompiledAttention(CheckedKernel):
-    """Calls the loops. A kind of call is: head counts and sizes, window, more than one block of keys or not, and whether
+    """Calls the loops. A kind of call is: head counts and sizes, window, more keys than a block or not, and whether
     attention mass is measured.
 
     The first call of a process waits until numba has loaded or, once a machine, compiled them: their sums round

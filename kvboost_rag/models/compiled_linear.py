@@ -28,7 +28,7 @@ ONE_BLOCK = 32
 
 @dataclass
 class CompiledLinear(CheckedKernel):
-    """Calls the loops. A kind of call is: sizes of the weights, with a bias or not, more than one block of rows or not."""
+    """Calls the loops. A kind of call is: sizes of the weights, with a bias or not, more rows than a block or not."""
 
     name: ClassVar[str] = "product (numba)"
 
