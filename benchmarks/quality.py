@@ -1,7 +1,7 @@
 """Is it still the same model? Strategies of reuse against full prefill on the same token ids.
 
 usage: python benchmarks/quality.py --out FILE.jsonl [--files hotpotqa_60.json musique_60.json]
-           [--datasets hotpotqa musique needle bugs turns] [--arms main|quick|anchor|rows|neighbours|ratio|…]
+           [--datasets hotpotqa musique needle bugs turns] [--arms main|quick|half|anchor|rows|neighbours|ratio|…]
            [--cases 60] [--model bundled:smollm2] [--dtype float32] [--minutes 8] [--quick]
 
 Each line of the output is one prompt answered by one arm: KL(full ‖ ours) in nats at the first token and over full
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvbench.arms import ABLATIONS, MAIN, QUICK, Arm
+from kvbench.arms import ABLATIONS, HALF, MAIN, QUICK, Arm
 from kvbench.cases import Case, bugs, conversations, from_file, needles
 from kvbench.machine import this_machine
 from kvbench.runner import Runner
@@ -59,7 +59,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def arms_of(names: Sequence[str]) -> tuple[Arm, ...]:
-    known = {"main": MAIN, "quick": QUICK, **ABLATIONS}
+    known = {"main": MAIN, "quick": QUICK, "half": HALF, **ABLATIONS}
     if unknown := [n for n in names if n not in known]:
         raise SystemExit(f"unknown arms {', '.join(unknown)}; known: {', '.join(known)}")
     return tuple(dict.fromkeys(arm for name in names for arm in known[name]))

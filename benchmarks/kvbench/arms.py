@@ -83,6 +83,8 @@ MAIN = (
     Arm(QueryRepair(weight="deviation"), 0.15, 4),
 )
 QUICK = (MAIN[0], BASELINE, MAIN[3], MAIN[5], MAIN[6], Arm(QueryRepair(), 0.30, 4))
+HALF = (Arm(QueryRepair(), 0.50, 4),)
+"""What it takes for the same answer on four questions of five."""
 _BASE = Arm(QueryRepair(), 0.10, 4)
 ABLATIONS: dict[str, tuple[Arm, ...]] = {
     "anchor": tuple(Arm(NoRepair(), 0.0, anchor=anchor) for anchor in ("", "bos", "auto", "head")),
