@@ -27,6 +27,7 @@ HEADLINE_ARMS = (
     "query 5 %, 4 neighbours",
     "query 15 %, 4 neighbours",
     "query 30 %, 4 neighbours",
+    "query 50 %, 4 neighbours",
     "query*deviation 5 %, 4 neighbours",
 )
 

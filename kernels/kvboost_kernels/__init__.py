@@ -1,4 +1,4 @@
-"""GPU kernels for keys and values that are reused at new positions. Independent of `kvboost_rag`.
+"""Kernels for keys and values that are reused at new positions. Independent of `kvboost_rag`.
 
 Ops, each a folder with the same three parts (`reference.py` in plain torch, `triton.py`, documentation and dispatch
 in `__init__.py`):
@@ -8,7 +8,8 @@ in `__init__.py`):
 - `deviation`, `attention_kl`: how far freshly computed keys and values are from stored ones.
 
 On CUDA and HIP tensors the Triton kernels run where Triton is installed, otherwise the plain torch reference.
-No import of this package imports Triton; the first launch does.
+No import of this package imports Triton; the first launch does. Modules named `cpu` hold loops for processors, which
+numba compiles (`compiled.py`, `lanes.py`, `amx.py`); `row_linear`, products of few rows, exists in this form only.
 
     from kvboost_kernels.place_chunk import Chunk, Quantised, Rotation, place_chunk
     from kvboost_kernels.row_attention import row_attention
