@@ -40,7 +40,7 @@ def entry(function: Callable[[int], None]) -> Any:
     signature = numba.types.void(numba.types.int64)
     try:
         return numba.cfunc(signature, cache=True)(function)
-    except RuntimeError:  # neither the module's folder nor the user's cache can be written
+    except (RuntimeError, OSError):  # neither the module's folder nor the user's cache can be written
         return numba.cfunc(signature)(function)
 
 

@@ -9,11 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from kvboost_rag.config import kernel_setting
 from kvboost_rag.models.attention_call import AttentionCall
 from kvboost_rag.models.attention_kernels import CausalRows
-from kvboost_rag.models.checked_kernel import CheckedKernel, check_agrees
-from kvboost_rag.models.compiled_tiles import can_compile, require_tiles
+from kvboost_rag.models.checked_kernel import check_agrees
+from kvboost_rag.models.compiled_tiles import TileKernel, require_tiles
 
 CHECKED_ROWS = 32
 """As many are compared with plain torch, which needs float32 numbers for each of them and each key."""
@@ -22,7 +21,7 @@ ONE_BLOCK = 128
 
 
 @dataclass
-class CompiledAttention(CheckedKernel):
+class CompiledAttention(TileKernel):
     """Calls the loops. A kind of call is: head counts and sizes, window, more keys than a block or not, and whether
     attention mass is measured.
 
@@ -31,10 +30,6 @@ class CompiledAttention(CheckedKernel):
     """
 
     name: ClassVar[str] = "row attention (numba)"
-
-    def wanted(self, device: torch.device) -> bool:
-        """Whether to try: on a CPU with matrix tiles and numba, unless `KVBOOST_KERNELS=off`."""
-        return not self.refused and device.type == "cpu" and can_compile() and kernel_setting() != "off"
 
     def attend(
         self, call: AttentionCall, value: torch.Tensor, causal: CausalRows

@@ -15,9 +15,8 @@ import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from kvboost_rag.config import kernel_setting
-from kvboost_rag.models.checked_kernel import CheckedKernel, check_agrees
-from kvboost_rag.models.compiled_tiles import can_compile, require_tiles
+from kvboost_rag.models.checked_kernel import check_agrees
+from kvboost_rag.models.compiled_tiles import TileKernel, require_tiles
 
 MAX_ROWS = 384
 """With more rows torch's product is as fast: laying the weights out is a smaller part of it."""
@@ -27,14 +26,10 @@ ONE_BLOCK = 32
 
 
 @dataclass
-class CompiledLinear(CheckedKernel):
+class CompiledLinear(TileKernel):
     """Calls the loops. A kind of call is: sizes of the weights, with a bias or not, more rows than a block or not."""
 
     name: ClassVar[str] = "product (numba)"
-
-    def wanted(self, device: torch.device) -> bool:
-        """Whether to try: on a CPU with matrix tiles and numba, unless `KVBOOST_KERNELS=off`."""
-        return not self.refused and device.type == "cpu" and can_compile() and kernel_setting() != "off"
 
     def product(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -60,11 +55,13 @@ class RowProducts(TorchFunctionMode):
     """Inside it `torch.nn.functional.linear` goes through `COMPILED` where that takes it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is linear and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            output = COMPILED.product(*args, **(kwargs or {}))
+        options = kwargs or {}
+        free = func is linear and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if free and len(args) > 1 and options.keys() <= {"bias"}:
+            output = COMPILED.product(*args, **options)
             if output is not None:
                 return output
-        return func(*args, **(kwargs or {}))
+        return func(*args, **options)
 
 
 def _fits(rows: Any, weight: Any) -> bool:
@@ -72,6 +69,7 @@ def _fits(rows: Any, weight: Any) -> bool:
         type(rows) is torch.Tensor
         and type(weight) in (torch.Tensor, torch.nn.Parameter)
         and rows.dtype == weight.dtype == torch.bfloat16
+        and rows.device.type == weight.device.type == "cpu"
         and 1 < rows.numel() // max(1, rows.shape[-1]) <= MAX_ROWS
         and rows.shape[-1] % 32 == weight.shape[0] % 16 == 0
         and weight.is_contiguous()

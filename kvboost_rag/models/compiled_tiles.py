@@ -1,4 +1,4 @@
-"""Whether code that numba compiles for matrix tiles (Intel's AMX) can run in this process."""
+"""Kernels that numba compiles for matrix tiles (Intel's AMX), and whether they can run in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
+from kvboost_rag.config import kernel_setting
+from kvboost_rag.models.checked_kernel import CheckedKernel
+
 logger = logging.getLogger(__name__)
+
+
+class TileKernel(CheckedKernel):
+    """A kernel on matrix tiles."""
+
+    def wanted(self, device: torch.device) -> bool:
+        """Whether to try: on a CPU with matrix tiles and numba, unless `KVBOOST_KERNELS=off`."""
+        return not self.refused and device.type == "cpu" and can_compile() and kernel_setting() != "off"
 
 
 @cache

@@ -171,6 +171,40 @@ def test_products_refuse_what_they_cannot_do() -> None:
             row_linear(*case)
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_writes_to_no_memory_but_its_own(
+    every_thread: None, monkeypatch: pytest.MonkeyPatch, sizes: tuple[Any, ...]
+) -> None:
+    held: list[tuple[torch.Tensor, int]] = []
+
+    def memory(size: int) -> int:
+        tensor = torch.full((size + 4096,), 77, dtype=torch.uint8)
+        start = -(-tensor.data_ptr() // 64) * 64
+        held.append((tensor, start - tensor.data_ptr() + size))
+        return start
+
+    monkeypatch.setattr(attention, "memory", memory)
+    monkeypatch.setattr(products, "memory", memory)
+    request, tiles = _inputs(*sizes)
+    _, lse = _attend(request, tiles)
+    attention_mass(request.query, request.key, tiles, lse, scaling=request.scaling, threads=2)
+    rows = request.query[0, 0].contiguous()
+    row_linear(rows, rows[:1].expand(48, -1).contiguous(), threads=2)
+    assert len(held) == 3
+    for tensor, end in held:
+        assert bool((tensor[end:] == 77).all())
+
+
+def test_mass_is_the_same_every_time(every_thread: None) -> None:
+    """Whichever thread took which head: rows are chosen by it, and an answer must not depend on a race."""
+    request, tiles = _inputs(54, 1301, 9, 3, 64, 64)
+    _, lse = _attend(request, tiles)
+    first = attention_mass(request.query, request.key, tiles, lse, scaling=request.scaling)
+    for _ in range(20):
+        again = attention_mass(request.query, request.key, tiles, lse, scaling=request.scaling, threads=3)
+        assert torch.equal(again, first)
+
+
 def test_same_bits_without_an_openmp_runtime(every_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     request, tiles = _inputs(54, 301, 9, 3, 64, 64)
     output, lse = _attend(request, tiles)

@@ -18,7 +18,7 @@ import torch
 
 from kvboost_kernels import amx, compiled
 from kvboost_kernels.compiled import memory
-from kvboost_kernels.lanes import LANES
+from kvboost_kernels.lanes import LANE_BYTES, LANES
 from kvboost_kernels.row_attention.request import fits_tiles
 from kvboost_kernels.row_attention.tile_loops import Work, entry, scratch_bytes
 
@@ -27,6 +27,8 @@ PAIR = 2 * LANES
 MIN_COST_A_THREAD = 1 << 17
 """Pairs of row and key, over all heads, worth waking a thread for."""
 NO_WINDOW = 1 << 30
+SUMS_AS_CHANNELS = LANE_BYTES // 2
+"""A vector of sums for each key takes as much memory as so many channels of values."""
 
 
 class RowTiles:
@@ -101,9 +103,11 @@ def attention_mass(
     heads, num_rows, kv_len = query.shape[1], query.shape[2], key.shape[2]
     offsets = torch.full((heads, len(tiles.positions)), float("inf"))
     offsets[:, :num_rows] = log_sum_exp.reshape(heads, num_rows) / math.log(2)
-    mass = torch.zeros(max(1, threads), -(-kv_len // 32) * 32, LANES)
-    _Call(query, key, key, tiles, scaling).run(threads, totals=offsets, mass=mass)
-    return mass.sum((0, 2))[:kv_len] / heads
+    by_head = torch.empty(heads, -(-tiles.end // LANES) * LANES)
+    _Call(query, key, key, tiles, scaling).run(threads, totals=offsets, mass=by_head)
+    mass = torch.zeros(kv_len)
+    mass[: tiles.end] = by_head[:, : tiles.end].mean(0)
+    return mass
 
 
 class _Call:
@@ -129,7 +133,8 @@ class _Call:
         query, key, value, tiles = self.query, self.key, self.value, self.tiles
         heads, mass, output = query.shape[1], results.get("mass"), results.get("output")
         parts = int(max(1, min(threads, tiles.pairs_of_row_and_key * heads // MIN_COST_A_THREAD)))
-        size = scratch_bytes(query.shape[3], value.shape[3], tiles.end)
+        value_channels = SUMS_AS_CHANNELS if mass is not None else value.shape[3]
+        size = scratch_bytes(query.shape[3], value_channels, tiles.end)
         settings = self.settings
         work = Work(
             *(query.data_ptr(), 2 * query.stride(1), 2 * query.stride(2)),
@@ -152,8 +157,8 @@ class _Call:
             end=tiles.end,
             window=tiles.window,
             channels=query.shape[3],
-            value_channels=value.shape[3],
-            items=heads * len(tiles.positions) // PAIR,
+            value_channels=value_channels,
+            items=heads * (1 if mass is not None else len(tiles.positions) // PAIR),
         )
         compiled.run(entry(), work, parts)
 

@@ -29,13 +29,13 @@ class Work(NamedTuple):
         bounds: of int64, lowest and highest position of each sixteen rows.
         peaks, totals: of float32 `[num_heads, padded rows]`: each row's largest logit, and its sum of weights over it;
             for the mass, instead of totals, log2 of the sum of exponentials, infinite for rows that do not count.
-        mass: of float32 `[parts, padded kv_len, 16]`, zeros; 0 where attention itself is wanted.
+        mass: of float32 `[num_heads, padded end]`; 0 where attention itself is wanted.
         settings: 64 bytes that configure the tiles, then sixteen times scaling · log2(e).
         scratch, scratch_bytes: memory for each part, and how much.
         kv_len: keys that exist in memory.
         begin, end: the first key that some row sees, and the one behind the last.
         window: a row sees as many keys, its own included.
-        items: pairs of tiles of rows, times heads.
+        items: heads; where attention itself is wanted, times pairs of tiles of rows.
     """
 
     query: int
@@ -86,12 +86,10 @@ class Scratch(NamedTuple):
     values: int
 
 
-def scratch_bytes(channels: int, value_channels: int, kv_len: int) -> int:
-    """What a part needs, in whole vectors."""
+def scratch_bytes(channels: int, value_channels: int, end: int) -> int:
+    """What a part needs, in whole vectors. For the mass a vector of sums a key takes the place of values."""
     fixed = 8 * LANE_BYTES + 4 * _LOGITS_BYTES + 4 * _WEIGHTS_BYTES
-    return (
-        fixed + 64 * channels + 128 * value_channels + 32 * channels + 2 * value_channels * (kv_len + 32) + LANE_BYTES
-    )
+    return fixed + 64 * channels + 128 * value_channels + 32 * channels + 2 * value_channels * (end + 32) + LANE_BYTES
 
 
 @inner
@@ -296,8 +294,8 @@ def _attend(work, head, tile, both, scratch):
 
 
 @inner
-def _measure(work, head, tile, both, mass, scratch):
-    """Add the weights that a pair of tiles of one head's rows gives each key to `mass`."""
+def _measure(work, head, tile, both, scratch):
+    """Add the weights that a pair of tiles of one head's rows gives each key to the part's own sums, a lane a row."""
     keys = work.keys + head // work.group * work.keys_head
     _pack_query(work, head, tile * 16, scratch)
     low, high = _seen(work, tile)
@@ -310,29 +308,39 @@ def _measure(work, head, tile, both, mass, scratch):
             logits = scratch.logits + which * _LOGITS_BYTES
             _hide(work, tile + which, logits, key, stop)
             for start in range(key, stop, 16):
-                source = logits + (start - key) * LANE_BYTES
-                steps.add_mass(source, offset, work.settings + LANE_BYTES, mass + start * LANE_BYTES)
+                source, sums = logits + (start - key) * LANE_BYTES, scratch.values + start * LANE_BYTES
+                steps.add_mass(source, offset, work.settings + LANE_BYTES, sums)
+
+
+@inner
+def _measure_head(work, head, scratch):
+    """The mass of one head: by one part, so that its sums are made up in one order."""
+    for key in range(0, work.end, 16):
+        steps.clear_tile(scratch.values + key * LANE_BYTES)
+    for tile in range(0, _num_tiles(work), 2):
+        _measure(work, head, tile, (tile + 1) * 16 < work.rows, scratch)
+    for key in range(0, work.end, 16):
+        steps.sum_lanes(scratch.values + key * LANE_BYTES, work.mass + head * work.mass_bytes + key * 4)
 
 
 @inner
 def _part(work, taken, begun):
-    """Take items until none is left. Items of a head follow each other, its longest rows first."""
+    """Take items until none is left: for the mass heads, else pairs of tiles, of each head the longest rows first."""
     amx.configure(work.settings)
-    part, packed, pairs = take_number(begun), -1, _num_tiles(work) // 2
-    scratch = _part_scratch(work, part)
+    scratch, packed, pairs = _part_scratch(work, take_number(begun)), -1, _num_tiles(work) // 2
     item = take_number(taken)
     while item < work.items:
-        head, tile = item // pairs, (pairs - 1 - item % pairs) * 2
-        both = (tile + 1) * 16 < work.rows
+        head = item // (1 if work.mass else pairs)
         if head // work.group != packed:
             packed = head // work.group
             _copy_tail(work, packed, scratch)
-            if work.mass == 0:
+            if not work.mass:
                 _pack_values(work, packed, scratch)
-        if work.mass == 0:
-            _attend(work, head, tile, both, scratch)
+        if work.mass:
+            _measure_head(work, head, scratch)
         else:
-            _measure(work, head, tile, both, work.mass + part * work.mass_bytes, scratch)
+            tile = (pairs - 1 - item % pairs) * 2
+            _attend(work, head, tile, (tile + 1) * 16 < work.rows, scratch)
         item = take_number(taken)
     amx.release()
 

@@ -111,6 +111,15 @@ def add_mass(builder: Any, logits: Any, offset: Any, scale: Any, mass: Any) -> N
 
 
 @emitted
+def sum_lanes(builder: Any, tile: Any, target: Any) -> None:
+    """Each of a tile's vectors as one number."""
+    found = lanes.transposed(builder, [load(builder, tile, LANE_BYTES * row) for row in range(LANES)])
+    while len(found) > 1:
+        found = [builder.fadd(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
+    store(builder, found[0], target)
+
+
+@emitted
 def begin(builder: Any, peak: Any, total: Any) -> None:
     """A row before its first key."""
     store(builder, floats(LOWEST), peak)
