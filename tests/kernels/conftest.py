@@ -29,6 +29,20 @@ def poison() -> Iterator[None]:
 
 
 @pytest.fixture
+def nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba finds no folder for its cache."""
+    numba = pytest.importorskip("numba")
+    cfunc = numba.cfunc
+
+    def read_only(signature: Any, **options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return cfunc(signature, **options)
+
+    monkeypatch.setattr(numba, "cfunc", read_only)
+
+
+@pytest.fixture
 def stored() -> Stored:
     """`stored(shape, dtype, kind)`: what a store may hold for a tensor `[layers, heads, tokens, dim]`.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -105,15 +103,7 @@ def test_refuses_what_it_cannot_address() -> None:
         assert not buffer.any(), name
 
 
-def test_compiles_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfunc = cpu.numba.cfunc
-
-    def read_only(signature: Any, **options: Any) -> Any:
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return cfunc(signature, **options)
-
-    monkeypatch.setattr(cpu.numba, "cfunc", read_only)
+def test_compiles_where_nothing_can_be_kept(nothing_can_be_kept: None) -> None:
     keys, tables = _keys(1, 2, 12, torch.float32), _tables(6)
     expected = torch.empty_like(keys)
     ModelRotation(None, "half", 0, 12).rotate_into(expected, keys, tables)
