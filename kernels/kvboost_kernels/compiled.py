@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,10 @@ def run(function: Any, work: Sequence[int], parts: int) -> None:
         return
     call = _Function(function.address)
     waiting = [_helpers(os.getpid(), parts - 1).submit(call, arguments) for _ in range(parts - 1)]
-    call(arguments)
-    for part in waiting:
-        part.result()
+    try:
+        call(arguments)
+    finally:  # nobody may leave before the others are done with the memory
+        wait(waiting)
 
 
 @cache

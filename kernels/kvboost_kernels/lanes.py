@@ -169,7 +169,7 @@ def from_bfloat16(builder: Any, vector: Value) -> Value:
 
 
 def exp2(builder: Any, vector: Value) -> Value:
-    """2 to the power of each lane; below -126 as at -126. NaN stays NaN."""
+    """2 to the power of each lane; 0 below -126. NaN stays NaN."""
     small = builder.fcmp_ordered("<", vector, floats(_SMALLEST))
     exponent = builder.select(small, floats(_SMALLEST), vector)
     shifted = builder.fadd(exponent, floats(_ROUND))
@@ -178,7 +178,8 @@ def exp2(builder: Any, vector: Value) -> Value:
     for coefficient in _EXP2[-2::-1]:
         power = multiply_add(builder, power, rest, floats(coefficient))
     scale = builder.shl(builder.bitcast(shifted, WORDS), words(23))
-    return builder.bitcast(builder.add(builder.bitcast(power, WORDS), scale), FLOATS)
+    scaled = builder.bitcast(builder.add(builder.bitcast(power, WORDS), scale), FLOATS)
+    return builder.select(small, floats(0.0), scaled)
 
 
 def multiply_add(builder: Any, a: Value, b: Value, c: Value) -> Value:

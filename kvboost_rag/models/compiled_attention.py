@@ -12,7 +12,7 @@ import torch
 from kvboost_rag.models.attention_call import AttentionCall
 from kvboost_rag.models.attention_kernels import CausalRows
 from kvboost_rag.models.checked_kernel import check_agrees
-from kvboost_rag.models.compiled_tiles import TileKernel, require_tiles
+from kvboost_rag.models.compiled_tiles import TileKernel, say_what_takes_time
 
 CHECKED_ROWS = 32
 """As many are compared with plain torch, which needs float32 numbers for each of them and each key."""
@@ -58,7 +58,7 @@ class CompiledAttention(TileKernel):
         kind = "attention", *self._kind(call, causal), value.shape[3]
         if kind not in self.checked:
             last = max(0, output.shape[1] - CHECKED_ROWS)
-            check_agrees(output[:, last:], call.mixed(value, last).transpose(1, 2))
+            check_agrees(output[:, last:], _precise(call, last).mixed(value.float()).transpose(1, 2))
             self.checked.add(kind)
         return output, replace(call, log_sum_exp=lse, mass_from=partial(self._mass, call, lse, causal))
 
@@ -82,8 +82,7 @@ class CompiledAttention(TileKernel):
         )
         kind = "mass", *self._kind(call, causal)
         if kind not in self.checked:
-            # Plain torch rounds the logits to the model's dtype, which sets what may differ.
-            check_agrees(mass.to(call.query.dtype), call.mass_by_weights(start))
+            check_agrees(mass, _precise(call, start).mass_by_weights(0))
             self.checked.add(kind)
         return mass
 
@@ -94,10 +93,16 @@ class CompiledAttention(TileKernel):
         return heads, kv_heads, dim, causal.window, kv_len > ONE_BLOCK
 
 
+def _precise(call: AttentionCall, start: int) -> AttentionCall:
+    """Rows from `start` on in float32: in the model's dtype torch rounds the logits, and large ones beyond use."""
+    query, mask = call.query[:, :, start:].float(), call.mask[:, :, start:]
+    return replace(call, query=query, key=call.key.float(), mask=mask, log_sum_exp=None)
+
+
 @cache
 def _loops() -> ModuleType:
     """The module of the loops, compiled."""
-    require_tiles()
+    say_what_takes_time()
     from kvboost_kernels.row_attention import cpu, tile_loops
 
     tile_loops.entry()

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from kvboost_rag.models.checked_kernel import check_agrees
-from kvboost_rag.models.compiled_tiles import TileKernel, require_tiles
+from kvboost_rag.models.compiled_tiles import TileKernel, say_what_takes_time
 
 MAX_ROWS = 384
 """With more rows torch's product is as fast: laying the weights out is a smaller part of it."""
@@ -31,14 +31,15 @@ class CompiledLinear(TileKernel):
 
     name: ClassVar[str] = "product (numba)"
 
+    @torch.compiler.disable  # compiled loops are given addresses, which a tracer cannot follow
     def product(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """`torch.nn.functional.linear`, or None where torch has to do it."""
-        if self.refused or not _fits(rows, weight):
+        if self.refused or not _fits(rows, weight, bias):
             return None
         try:
-            flat = rows.reshape(-1, rows.shape[-1])
+            flat = rows.reshape(-1, rows.shape[-1]).contiguous()
             output = _loops().row_linear(flat, weight, bias, threads=torch.get_num_threads())
             output = output.view(*rows.shape[:-1], -1)
             kind = weight.shape, bias is None, len(flat) > ONE_BLOCK
@@ -64,21 +65,28 @@ class RowProducts(TorchFunctionMode):
         return func(*args, **options)
 
 
-def _fits(rows: Any, weight: Any) -> bool:
+def _fits(rows: Any, weight: Any, bias: Any) -> bool:
+    """Whether the loops take them; whatever else torch accepts, or refuses, is left to it."""
+    plain = torch.Tensor, torch.nn.Parameter
     return (
-        type(rows) is torch.Tensor
-        and type(weight) in (torch.Tensor, torch.nn.Parameter)
+        type(rows) in plain
+        and type(weight) in plain
         and rows.dtype == weight.dtype == torch.bfloat16
         and rows.device.type == weight.device.type == "cpu"
-        and 1 < rows.numel() // max(1, rows.shape[-1]) <= MAX_ROWS
+        and weight.dim() == 2
+        and rows.dim() > 1
+        and rows.shape[-1] == weight.shape[1] > 0
         and rows.shape[-1] % 32 == weight.shape[0] % 16 == 0
+        and weight.shape[0] > 0
         and weight.is_contiguous()
+        and 1 < rows.numel() // rows.shape[-1] <= MAX_ROWS
+        and (bias is None or (type(bias) in plain and bias.shape == weight.shape[:1] and bias.dtype == weight.dtype))
     )
 
 
 @cache
 def _loops() -> ModuleType:
-    require_tiles()
+    say_what_takes_time()
     from kvboost_kernels.row_linear import cpu, tile_loops
 
     tile_loops.entry()

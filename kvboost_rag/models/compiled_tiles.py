@@ -32,15 +32,6 @@ def can_compile() -> bool:
         return False
 
 
-def require_tiles() -> None:
-    """Ask the system for the tiles.
-
-    Raises:
-        ImportError: numba cannot be imported.
-        RuntimeError: this process may not use them.
-    """
-    from kvboost_kernels import amx
-
-    if not amx.available():
-        raise RuntimeError("the system or numba's settings keep matrix tiles from this process")
+def say_what_takes_time() -> None:
+    """To the log, before a loop is compiled."""
     logger.info("loading code for this processor's matrix tiles; once a machine it is compiled, in some seconds")

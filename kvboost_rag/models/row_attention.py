@@ -68,6 +68,7 @@ def row_mask(
     return mask.expand(len(rows), int(kv_length))[None, None].expand(batch_size, -1, -1, -1)
 
 
+@torch.compiler.disable  # compiled loops are given addresses, which a tracer cannot follow
 def row_attention(
     module: nn.Module,
     query: torch.Tensor,

@@ -84,6 +84,7 @@ class RowPass:
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._stack = ExitStack()
 
+    @torch.compiler.disable
     def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the inputs of the first forward inside the pass by the rows."""
         if self.done:

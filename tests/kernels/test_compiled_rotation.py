@@ -103,6 +103,14 @@ def test_refuses_what_it_cannot_address() -> None:
         assert not buffer.any(), name
 
 
+def test_refuses_channels_that_do_not_exist() -> None:
+    buffer, keys = torch.zeros(1, 1, CAPACITY, 32), _keys(1, 1, 32, torch.float32)
+    for rotation in (Rotation(*_tables(32)), Rotation(*_tables(8), offset=20)):
+        with pytest.raises(ValueError, match="channels"):
+            cpu.rotate_into(buffer[:, :, :TOKENS], keys, rotation)
+    assert not buffer.any()
+
+
 def test_compiles_where_nothing_can_be_kept(nothing_can_be_kept: None) -> None:
     keys, tables = _keys(1, 2, 12, torch.float32), _tables(6)
     expected = torch.empty_like(keys)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -93,6 +95,32 @@ def test_a_row_comes_out_the_same_beside_any_others(every_thread: None, window: 
             torch.testing.assert_close(part_lse, lse[:, :, chosen])
 
 
+def test_the_same_after_many_blocks_and_with_large_channels(every_thread: None) -> None:
+    """The peak moves in the first block only, the pair's other rows go on for several."""
+    for seed in range(6):
+        request, tiles = _inputs(45 + seed, 497 + 300 * seed, 7, 1, 224, 176)
+        whole, _ = _attend(request, tiles)
+        chosen = torch.tensor([0, 1, 7, 20, 44])
+        part = Request(request.query[:, :, chosen], request.key, request.value, request.rows[chosen], request.scaling)
+        assert torch.equal(_attend(part, RowTiles(part.rows))[0], whole[:, chosen])
+
+
+def test_keys_that_no_row_sees_get_nothing() -> None:
+    request, tiles = _inputs(20, 400, 2, 2, 64, 64, 9)
+    _, lse = _attend(request, tiles)
+    mass = attention_mass(request.query, request.key, tiles, lse, scaling=request.scaling)
+    seen = (torch.arange(400) <= request.rows[:, None]) & (torch.arange(400) > request.rows[:, None] - 9)
+    assert not mass[~seen.any(0)].any()
+
+
+@pytest.mark.parametrize("scaling", [1e-3, 2.5, 40.0])
+def test_any_scaling(scaling: float) -> None:
+    request, tiles = _inputs(40, 300, 2, 1, 64, 64, 70)
+    output, _ = attend_rows(request.query, request.key, request.value, tiles, scaling=scaling)
+    other = Request(request.query, request.key, request.value, request.rows, scaling, 70)
+    torch.testing.assert_close(output.transpose(1, 2), row_attention_reference(other)[0], atol=3e-2, rtol=1e-2)
+
+
 def test_nan_where_a_row_sees_nan() -> None:
     request, tiles = _inputs(18, 300, 2, 1, 64, 64)
     position = int(request.rows[9])
@@ -126,16 +154,37 @@ def test_attention_refuses_what_it_cannot_do() -> None:
         "heads": (query.repeat(1, 2, 1, 1)[:, :3], key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1), tiles, 1.0),
         "lengths": (query, key, value[:, :, :50], tiles, 1.0),
         "rows": (query[:, :, :4], key, value, tiles, 1.0),
+        "key size": (query, key[..., :32], value, tiles, 1.0),
+        "two sequences": (*(t.repeat(2, 1, 1, 1) for t in (query, key, value)), tiles, 1.0),
+        "no key heads": (query, key[:, :0], value[:, :0], tiles, 1.0),
+        "three dimensions": (query[0], key[0], value[0], tiles, 1.0),
         "positions": (query, key[:, :, :50], value[:, :, :50], tiles, 1.0),
     }
     for *tensors, scaling in wrong.values():
         with pytest.raises(ValueError, match=r"tiles can be made of|positions up to"):
             attend_rows(*tensors, scaling=scaling)
-    for rows in (torch.tensor([], dtype=torch.long), torch.tensor([-1]), torch.tensor([1.0]), torch.ones(2, 2).long()):
+    nothing, far = torch.tensor([], dtype=torch.long), torch.tensor([1 << 31])
+    for rows in (nothing, far, torch.tensor([-1]), torch.tensor([1.0]), torch.ones(2, 2).long()):
         with pytest.raises(ValueError, match="rows"):
             RowTiles(rows)
     with pytest.raises(ValueError, match="window"):
         RowTiles(torch.tensor([1]), 0)
+    with pytest.raises(ValueError, match="log_sum_exp"):
+        attention_mass(query, key, tiles, torch.zeros(2, 1, 9), scaling=1.0)
+
+
+def test_asks_the_system_for_the_tiles_itself() -> None:
+    """Instructions on tiles end a process that has not asked."""
+    code = """
+import torch
+from kvboost_kernels.row_attention.cpu import RowTiles, attend_rows
+from kvboost_kernels.row_linear.cpu import row_linear
+ones = torch.ones(1, 1, 4, 32).bfloat16()
+output, _ = attend_rows(ones, ones, ones, RowTiles(torch.arange(4)), scaling=1.0)
+print(bool((output == 1).all()), float(row_linear(ones[0, 0], torch.ones(16, 32).bfloat16())[0, 0]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "32.0"]
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 32, 16), (17, 64, 48), (33, 1536, 192), (100, 96, 1008)])

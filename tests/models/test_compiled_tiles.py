@@ -13,6 +13,8 @@ from kv_helpers import kv_at
 
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.models import compiled_attention, compiled_linear, compiled_tiles
+from kvboost_rag.models.attention_call import AttentionCall
+from kvboost_rag.models.attention_kernels import CausalRows
 from kvboost_rag.models.compiled_attention import CompiledAttention
 from kvboost_rag.models.compiled_linear import CompiledLinear
 from kvboost_rag.models.kv_buffer import KVBuffer
@@ -197,6 +199,63 @@ def test_machines_without_are_left_alone(
         compiled_tiles.can_compile.cache_clear()
     assert not tiles[0].checked
     assert not tiles[1].checked
+
+
+@pytest.mark.parametrize("how", ["layers", "model"])
+def test_a_compiled_model_gives_the_same(
+    tiny_model: Any, tiles: tuple[CompiledAttention, CompiledLinear], how: str
+) -> None:
+    """A tracer must not follow the loops, which work on addresses."""
+    model = _model(tiny_model).model
+    plain = _pass(model)
+    for module in model.model.layers if how == "layers" else [model]:
+        module.compile(backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(_pass(model), plain, atol=5e-2, rtol=5e-2)
+    assert all(kernel.checked and not kernel.refused for kernel in tiles)
+
+
+def test_what_torch_can_do_is_left_to_it(tiles: tuple[CompiledAttention, CompiledLinear]) -> None:
+    linear = torch.nn.functional.linear
+    draw = torch.Generator().manual_seed(5)
+    rows, weight = (torch.randn(size, 64, generator=draw).bfloat16() for size in (6, 32))
+    bias = torch.randn(32, generator=draw).bfloat16()
+    calls = [
+        (rows, weight[0]),
+        (rows[0], weight),
+        (rows, weight[:0]),
+        (rows, weight, bias[:1]),
+        (rows[:, ::2], weight[:, ::2]),
+    ]
+    with torch.no_grad(), compiled_linear.RowProducts():
+        left = [linear(*call) for call in calls]
+        turned = linear(rows.T.contiguous().T, weight, bias=bias)
+        named = linear(input=rows, weight=weight)
+        with pytest.raises(RuntimeError):
+            linear(rows[:, :32], weight)
+        spoilt = linear(torch.full_like(rows, float("nan")), weight)
+    with torch.no_grad():
+        for call, found in zip(calls, left, strict=True):
+            assert torch.equal(linear(*call), found)
+        torch.testing.assert_close(turned, linear(rows, weight, bias), atol=3e-2, rtol=1e-2)
+        assert torch.equal(named, linear(rows, weight))
+    assert bool(spoilt.isnan().all())
+    assert not tiles[1].refused
+
+
+def test_large_logits_with_a_common_offset_are_no_disagreement(
+    tiles: tuple[CompiledAttention, CompiledLinear],
+) -> None:
+    """In bfloat16 plain torch rounds such logits beyond use; the comparison must not blame the tiles."""
+    draw = torch.Generator().manual_seed(6)
+    query, key, value = (torch.randn(1, 2, 50, 64, generator=draw).bfloat16() for _ in range(3))
+    query[..., 0], key[..., 0] = 30, 30
+    rows = torch.arange(50)
+    call = AttentionCall(query, key, (rows <= rows[:, None])[None, None], 0.125)
+    done = tiles[0].attend(call, value, CausalRows(rows, None))
+    assert done is not None
+    done[1].mass(20)
+    assert not tiles[0].refused
 
 
 def test_cold_answer_is_the_warm_one(tiny_model: Any, tiles: tuple[CompiledAttention, CompiledLinear]) -> None:

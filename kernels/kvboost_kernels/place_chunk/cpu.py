@@ -163,6 +163,9 @@ def rotate_into(out: torch.Tensor, keys: torch.Tensor, rotation: Rotation, threa
     Raises:
         ValueError: the tensors are not as said above.
     """
+    tables, end = (rotation.cos, rotation.sin), rotation.offset + rotation.rotary_dim
+    if not 0 <= rotation.offset <= end <= keys.shape[-1] or any(table.device.type != "cpu" for table in tables):
+        raise ValueError(f"channels {rotation.offset} to {end} of {keys.shape[-1]}, tables on {rotation.cos.device}")
     if not fits(out, keys) or rotation.cos.shape[0] != keys.shape[2]:
         raise ValueError(
             f"keys {keys.dtype} {tuple(keys.shape)} and out {out.dtype} {tuple(out.shape)}, strides {out.stride()}: "

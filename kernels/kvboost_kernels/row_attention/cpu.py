@@ -44,8 +44,10 @@ class RowTiles:
     """
 
     def __init__(self, rows: torch.Tensor, window: int | None = None) -> None:
-        if rows.dtype != torch.int64 or rows.dim() != 1 or not len(rows) or int(rows.min()) < 0:
+        if rows.dtype != torch.int64 or rows.dim() != 1 or not len(rows):
             raise ValueError(f"rows: expected int64 [num_rows] positions, got {rows.dtype} {tuple(rows.shape)}")
+        if int(rows.min()) < 0 or int(rows.max()) >= NO_WINDOW:
+            raise ValueError(f"rows: positions {int(rows.min())} to {int(rows.max())}, expected 0 to {NO_WINDOW - 1}")
         if window is not None and window < 1:
             raise ValueError(f"window={window}: expected 1 or more, or None")
         self.num_rows, self.end = len(rows), int(rows.max()) + 1
@@ -77,10 +79,11 @@ def attend_rows(
     Raises:
         ValueError: the tensors are not as said above.
     """
+    call = _Call(query, key, value, tiles, scaling)
     heads, num_rows = query.shape[1:3]
     output = query.new_empty(1, num_rows, heads, value.shape[3])
     peaks, totals = torch.empty(2, heads, len(tiles.positions))
-    _Call(query, key, value, tiles, scaling).run(threads, output=output, peaks=peaks, totals=totals)
+    call.run(threads, output=output, peaks=peaks, totals=totals)
     lse = torch.add(totals.log(), peaks, alpha=scaling)
     return output, lse[:, :num_rows].reshape(key.shape[1], -1, num_rows)
 
@@ -99,12 +102,18 @@ def attention_mass(
     Args:
         query, key, tiles, scaling: as of `attend_rows`.
         log_sum_exp: what it returned for these rows.
+
+    Raises:
+        ValueError: the tensors are not as said above.
     """
+    call = _Call(query, key, key, tiles, scaling)
     heads, num_rows, kv_len = query.shape[1], query.shape[2], key.shape[2]
+    if log_sum_exp.numel() != heads * num_rows:
+        raise ValueError(f"log_sum_exp {tuple(log_sum_exp.shape)} is not of {heads} heads and {num_rows} rows")
     offsets = torch.full((heads, len(tiles.positions)), float("inf"))
     offsets[:, :num_rows] = log_sum_exp.reshape(heads, num_rows) / math.log(2)
     by_head = torch.empty(heads, -(-tiles.end // LANES) * LANES)
-    _Call(query, key, key, tiles, scaling).run(threads, totals=offsets, mass=by_head)
+    call.run(threads, totals=offsets, mass=by_head)
     mass = torch.zeros(kv_len)
     mass[: tiles.end] = by_head[:, : tiles.end].mean(0)
     return mass

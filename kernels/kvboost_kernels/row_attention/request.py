@@ -68,14 +68,15 @@ class Request:
 def fits_tiles(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> bool:
     """Whether the matrix tiles of a CPU (`cpu.py`) take them.
 
-    That is bfloat16, whole tiles of channels that lie side by side in memory, some rows, and a positive scaling.
+    That is bfloat16, one sequence, whole tiles of channels that lie side by side in memory, and a positive scaling.
     """
     tensors = (query, key, value)
     return (
-        all(t.device.type == "cpu" and t.dtype == torch.bfloat16 and t.stride(3) == 1 for t in tensors)
+        all(t.dim() == 4 and t.shape[0] == 1 and t.numel() for t in tensors)
+        and query.shape[3] == key.shape[3]
+        and all(t.device.type == "cpu" and t.dtype == torch.bfloat16 and t.stride(3) == 1 for t in tensors)
         and query.shape[3] % 32 == value.shape[3] % 16 == 0
         and max(query.shape[3], value.shape[3]) <= MAX_HEAD_DIM
-        and query.shape[2] > 0
         and scaling > 0
     )
 

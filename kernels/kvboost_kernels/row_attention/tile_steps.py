@@ -14,9 +14,9 @@ from kvboost_kernels import lanes
 from kvboost_kernels.amx import rows_apart
 from kvboost_kernels.lanes import HALVES, INT64, LANE_BYTES, LANES, WORDS, emitted, floats, load, store, words
 
-HIDDEN = -3e38
+HIDDEN = -3e30
 """Logit of a key that a row does not see: finite, so that a row that sees nothing yet stays free of NaN."""
-LOWEST = -1e38
+LOWEST = -1e30
 """A row's maximum before its first key."""
 
 
@@ -69,6 +69,8 @@ def move_peak(builder: Any, old: Any, new: Any, scale: Any, total: Any, factor: 
     """`old = new`; `factor`: what weights over the old maximum are worth over the new one; `total` is brought there."""
     before, after, times = load(builder, old), load(builder, new), load(builder, scale)
     change = lanes.exp2(builder, builder.fmul(builder.fsub(before, after), times))
+    # Exactly 1 where nothing changes: a row must not depend on how many blocks it is taken through.
+    change = builder.select(builder.fcmp_ordered("==", before, after), floats(1.0), change)
     store(builder, change, factor)
     store(builder, builder.fmul(load(builder, total), change), total)
     store(builder, after, old)

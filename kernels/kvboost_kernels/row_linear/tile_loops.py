@@ -124,7 +124,12 @@ def entry() -> Any:
     and the counters behind it: items taken, parts begun.
 
     Compiled, or loaded from numba's cache, before this returns.
+
+    Raises:
+        RuntimeError: this process may not use matrix tiles.
     """
+    if not amx.available():
+        raise RuntimeError("this processor has no matrix tiles, or the system or numba's settings keep them back")
     version = compiled.digest([amx.__file__, compiled.__file__, lanes.__file__, steps.__file__, __file__])
 
     def part(arguments):
