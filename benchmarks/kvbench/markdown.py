@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbench.arms import ABLATIONS, BASELINE
 from kvbench.contenders import FULL, Oracle
-from kvbench.summary import ArmSummary, Row, is_side_table, summarise
+from kvbench.summary import UNREUSED, ArmSummary, Row, is_side_table, summarise
 
 INTRO = """# Benchmarks
 
@@ -29,6 +29,7 @@ HEADLINE_ARMS = (
     "query 30 %, 4 neighbours",
     "query 50 %, 4 neighbours",
     "query*deviation 5 %, 4 neighbours",
+    UNREUSED,
 )
 
 
@@ -50,6 +51,7 @@ def headline(quality: Sequence[Row], speed: Sequence[Row]) -> str:
     arms = [s for s in summarise(quality) if s.dataset == "hotpotqa" and not is_side_table(s.source)]
     most = max((s.num_prompts for s in arms), default=0)
     shown = [s for s in arms if s.num_prompts == most and s.arm in HEADLINE_ARMS]
+    shown.sort(key=lambda s: s.arm == UNREUSED)
     if shown:
         first = shown[0]
         lines.append(f"HotpotQA, {first.num_prompts} questions, {first.model}; `benchmarks/quality.py`:\n")
@@ -179,7 +181,7 @@ def _ttft_table(rows: Sequence[Row]) -> str:
 def _losses(summaries: Sequence[ArmSummary], speed: Sequence[Row]) -> list[str]:
     """What the figures say against us, found by rule and not by taste."""
     found = []
-    for s in (s for s in summaries if not is_side_table(s.source)):
+    for s in (s for s in summaries if not is_side_table(s.source) and s.arm != UNREUSED):
         where = f"- {s.dataset}, {s.model}: {s.arm}"
         if s.shift is not None and s.shift.high < 0:
             found.append(f"{where} answers fewer questions than full prefill ({s.shift.text(percent=True)}).")

@@ -13,6 +13,8 @@ from typing import Any
 from kvboost_rag.calibrate.scores import bootstrap
 
 Row = dict[str, Any]
+UNREUSED = "full prefill in bfloat16"
+"""What `benchmarks/rounding.py` calls its lines: no reuse, but the scale for its figures."""
 
 
 @dataclass(frozen=True)
