@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from kvboost_rag.datamodels import ChunkKV
+from kvboost_rag.models.huge_pages import ask_for_huge_pages
 from kvboost_rag.models.rope import Rotation
 
 POOL_STEP = 256
@@ -86,7 +87,9 @@ class KVBuffer:
 
     def _allocate(self, group: LayerGroup, head_dim: int) -> torch.Tensor:
         shape = (len(group.layers), group.num_kv_heads, self.capacity, head_dim)
-        return torch.empty(shape, dtype=self.layout.dtype, device=group.device)
+        tensor = torch.empty(shape, dtype=self.layout.dtype, device=group.device)
+        ask_for_huge_pages(tensor)
+        return tensor
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of one layer's keys and values, `[1, num_kv_heads, capacity, head_dim]`."""
