@@ -16,7 +16,8 @@ KL(full ‖ reuse) is in nats, *full* being full prefill by the same model on th
 answer token, *mean* over full prefill's greedy answer of 16 tokens, teacher-forced. *Identical* is the share of prompts
 with the very same greedy answer. Square brackets hold 95 % bootstrap intervals over the prompts. A time to first token
 (TTFT) runs from the call with the prompt's text to the first token in the caller's hand: tokenising, lookup, loading,
-realigning, repair and prefill included, device synchronised.
+realigning, repair and prefill included, device synchronised. *Full prefill in bfloat16* reuses nothing: it is how far
+rounding alone takes the model from itself in float32 (`benchmarks/rounding.py`).
 """
 OURS = ("none", "query", "cacheblend", "exact")
 WARMED = ("none", "query 5 %")
