@@ -91,6 +91,7 @@ def pack_right(builder: Any, source: Any, stride: Any, count: Any, tile: Any) ->
         store(builder, vector, tile, LANE_BYTES * row)
 
 
+@cache
 def configuration() -> np.ndarray[Any, Any]:
     """What `configure` reads: all eight tiles full."""
     bytes_ = np.zeros(64, np.uint8)

@@ -31,18 +31,21 @@ class CompiledAttention(TileKernel):
 
     name: ClassVar[str] = "row attention (numba)"
 
+    def takes(self, call: AttentionCall, value: torch.Tensor) -> bool:
+        """Whether it can do this call."""
+        if call.softcap is not None or call.sinks is not None or not self.wanted(call.query.device):
+            return False
+        from kvboost_kernels.row_attention.request import fits_tiles
+
+        return fits_tiles(call.query, call.key, value, call.scaling)
+
     def attend(
         self, call: AttentionCall, value: torch.Tensor, causal: CausalRows
     ) -> tuple[torch.Tensor, AttentionCall] | None:
         """Output `[1, num_rows, num_heads, value_head_dim]` and the call with what else came of it.
 
-        None: plain torch has to do it.
+        For calls that it `takes`. None: plain torch has to do it.
         """
-        from kvboost_kernels.row_attention.request import fits_tiles
-
-        plain = call.softcap is None and call.sinks is None
-        if not plain or not fits_tiles(call.query, call.key, value, call.scaling):
-            return None
         try:
             return self._attend(call, value, causal)
         except Exception as error:

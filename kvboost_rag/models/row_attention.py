@@ -116,7 +116,7 @@ def _by_kernel(
     call: AttentionCall, value: torch.Tensor, active: ActiveRows
 ) -> tuple[torch.Tensor | None, AttentionCall]:
     """Output and the call, with what else the kernel found; no output where plain torch has to do it."""
-    by_triton, compiled = KERNEL.wanted(call.query.device), COMPILED.wanted(call.query.device)
+    by_triton, compiled = KERNEL.wanted(call.query.device), COMPILED.takes(call, value)
     causal = active.causal(call.mask) if by_triton or compiled else None
     if causal is None:
         return None, call

@@ -5,9 +5,6 @@ Imported only where numba is installed (the extra `cpu`) and `kvboost_kernels.am
 
 from __future__ import annotations
 
-from functools import cache
-
-import numpy as np
 import torch
 
 from kvboost_kernels import amx, compiled
@@ -48,7 +45,7 @@ def row_linear(
     size = scratch_bytes(num_rows, num_inputs)
     work = Work(
         *(rows.data_ptr(), 2 * rows.stride(0), weight.data_ptr(), outputs.data_ptr(), 2 * num_outputs),
-        *(added.data_ptr(), 0 if bias is None else 4, _settings().ctypes.data, memory(parts * size), size),
+        *(added.data_ptr(), 0 if bias is None else 4, amx.configuration().ctypes.data, memory(parts * size), size),
         *(num_rows, num_inputs, num_outputs, -(-num_outputs // 32)),
     )
     compiled.run(entry(), work, parts)
@@ -67,8 +64,3 @@ def fits(rows: torch.Tensor, weight: torch.Tensor) -> bool:
         and rows.stride(1) == 1
         and weight.is_contiguous()
     )
-
-
-@cache
-def _settings() -> np.ndarray:
-    return amx.configuration()
