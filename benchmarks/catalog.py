@@ -24,9 +24,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvboost_rag.chunk_keys import content_hash
+from kvboost_rag.chunks.library import ChunkIdentity, ChunkLibrary
 from kvboost_rag.datamodels import ChunkRecord
-from kvboost_rag.library import ChunkIdentity, ChunkLibrary
+from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.stores import DiskStore
 
 MODEL, TENANT = "model", "tenant"

@@ -27,8 +27,8 @@ from evidence import divergence, messages, parse_strategy
 from kvbench.measured import Measured
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.chunking import FixedChunker, SemanticChunker, TextChunk
-from kvboost_rag.embeddings import load_embedder
+from kvboost_rag.indexing.chunking import FixedChunker, SemanticChunker, TextChunk
+from kvboost_rag.indexing.embeddings import load_embedder
 from kvboost_rag.stores import MemoryStore
 
 Cut = dict[str, list[TextChunk]]

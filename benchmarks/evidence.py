@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.calibrate import prompt_of
-from kvboost_rag.embeddings import load_embedder
+from kvboost_rag.indexing.embeddings import load_embedder
+from kvboost_rag.measure.calibrate import prompt_of
 from kvboost_rag.repair import STRATEGIES, QueryRepair, RepairStrategy
 from kvboost_rag.stores import MemoryStore
 

@@ -27,12 +27,12 @@ from kvbench.measured import Measured
 
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import EncodingConfig
-from kvboost_rag.embeddings import load_embedder
+from kvboost_rag.indexing.embeddings import load_embedder
+from kvboost_rag.indexing.neighbour_groups import group_chunks, group_neighbours
+from kvboost_rag.indexing.neighbours import NeighbourRules, Neighbours, choose_neighbours
+from kvboost_rag.indexing.vector_index import VectorIndex
 from kvboost_rag.models.load import load_model
-from kvboost_rag.neighbour_groups import group_chunks, group_neighbours
-from kvboost_rag.neighbours import NeighbourRules, Neighbours, choose_neighbours
 from kvboost_rag.stores import MemoryStore
-from kvboost_rag.vector_index import VectorIndex
 
 ROWS = ("alone=none", "alone=cacheblend:0.15", "neighbours=none", "neighbours=query:0.05")
 ROWS += ("neighbours=sensitivity:0.05", "groups=none", "groups=query:0.05")

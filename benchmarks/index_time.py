@@ -31,13 +31,13 @@ import numpy as np
 from evidence import divergence, messages
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.chunking import FixedChunker
+from kvboost_rag.encode.similarity import DonorIndex, DonorRules
+from kvboost_rag.indexing.chunking import FixedChunker
+from kvboost_rag.indexing.neighbours import NeighbourRules, choose_neighbours
+from kvboost_rag.indexing.vector_index import VectorIndex
 from kvboost_rag.models.load import load_model
-from kvboost_rag.neighbours import NeighbourRules, choose_neighbours
-from kvboost_rag.prompt_tokens import PromptTokens
-from kvboost_rag.similarity import DonorIndex, DonorRules
+from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.stores import MemoryStore
-from kvboost_rag.vector_index import VectorIndex
 
 
 def edited(ids: Sequence[int], following: Sequence[int], source: random.Random) -> dict[str, list[int]]:

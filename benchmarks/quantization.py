@@ -23,9 +23,9 @@ from rich.progress import track
 from rich.table import Table
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.calibrate import prompt_of
 from kvboost_rag.config import EncodingConfig
-from kvboost_rag.quantization import SETTINGS
+from kvboost_rag.kv.quantization import SETTINGS
+from kvboost_rag.measure.calibrate import prompt_of
 from kvboost_rag.stores import MemoryStore
 
 REPAIRS = (("none", 0.0), ("query", 0.05))

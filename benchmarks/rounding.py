@@ -22,9 +22,9 @@ from kvbench.machine import this_machine
 from kvbench.summary import UNREUSED, read_rows
 
 from kvboost_rag import KVBoost
-from kvboost_rag.calibrate import prompt_of, reference_answer
-from kvboost_rag.divergence import kl_per_token
+from kvboost_rag.measure.calibrate import prompt_of, reference_answer
 from kvboost_rag.models.load import load_model
+from kvboost_rag.observe.divergence import kl_per_token
 from kvboost_rag.stores import MemoryStore
 
 DTYPE = "float32"

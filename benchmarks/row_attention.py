@@ -22,12 +22,12 @@ from kvbench.machine import this_machine
 from kvbench.tables import plain_table
 from torch.nn.functional import linear
 
-from kvboost_rag.models.attention_blocks import attend_blocks, attend_masked, plan_blocks
-from kvboost_rag.models.attention_call import AttentionCall
-from kvboost_rag.models.attention_kernels import CausalRows
-from kvboost_rag.models.compiled_attention import CompiledAttention
-from kvboost_rag.models.compiled_linear import CompiledLinear
-from kvboost_rag.models.compiled_tiles import can_compile
+from kvboost_rag.forward.amx_attention import CompiledAttention
+from kvboost_rag.forward.amx_tiles import can_compile
+from kvboost_rag.forward.attention_blocks import attend_blocks, attend_masked, plan_blocks
+from kvboost_rag.forward.attention_call import AttentionCall
+from kvboost_rag.forward.compiled_linear import CompiledLinear
+from kvboost_rag.forward.triton_attention import CausalRows
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 30, 9, 3, 64, 576, 1536
 QUESTION = 54

@@ -65,7 +65,7 @@ class Bench:
             yield engine
 
     def documents(self, count: int) -> list[str]:
-        from kvboost_rag.prompt_tokens import PromptTokens
+        from kvboost_rag.prompt.tokens import PromptTokens
 
         return pydoc_documents(PromptTokens(self.loaded.tokenizer), count, self.args.chunk_tokens)
 

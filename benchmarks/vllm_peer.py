@@ -30,7 +30,7 @@ def write_prompts(path: Path, documents: int, rounds: int, chunk_tokens: int) ->
 
     from kvboost_rag.models.bundled import bundled_folder
     from kvboost_rag.models.load import load_model
-    from kvboost_rag.prompt_tokens import PromptTokens
+    from kvboost_rag.prompt.tokens import PromptTokens
 
     tokens = PromptTokens(load_model(MODEL).tokenizer)
     texts = pydoc_documents(tokens, documents, chunk_tokens)

@@ -30,14 +30,14 @@ from kvbench.workloads import reordered
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.assemble import PlacedEntry, assemble
-from kvboost_rag.compiled_rotation import COMPILED
-from kvboost_rag.models.compiled_tiles import can_compile
+from kvboost_rag.forward.amx_tiles import can_compile
+from kvboost_rag.forward.row_forward import RowPlan, observe_rows, row_forward
+from kvboost_rag.kv.assemble import PlacedEntry, assemble
+from kvboost_rag.kv.buffer import KVBuffer
+from kvboost_rag.kv.compiled_rotation import COMPILED
+from kvboost_rag.kv.realign import PositionTables
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
-from kvboost_rag.models.kv_buffer import KVBuffer
 from kvboost_rag.models.load import load_model
-from kvboost_rag.models.row_forward import RowPlan, observe_rows, row_forward
-from kvboost_rag.realign import PositionTables
 from kvboost_rag.repair import QueryRepair, RepairContext, RepairStrategy
 from kvboost_rag.repair.query import AttentionMass
 from kvboost_rag.stores import MemoryStore

@@ -15,9 +15,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from kvboost_rag.chunking import FixedChunker
-from kvboost_rag.corpus import pydoc_corpus
-from kvboost_rag.retrieval import MiniLM
+from kvboost_rag.indexing.chunking import FixedChunker
+from kvboost_rag.indexing.corpus import pydoc_corpus
+from kvboost_rag.indexing.retrieval import MiniLM
 from langchain_kvboost import ChatKVBoost, KVBoostVectorStore
 
 MODULES = ("bisect", "fnmatch", "heapq")

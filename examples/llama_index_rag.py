@@ -18,8 +18,8 @@ from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.kvboost import KVBoostLLM, KVPrefetchPostprocessor, KVWarm
 
-from kvboost_rag.corpus import pydoc_corpus
-from kvboost_rag.retrieval import MiniLM
+from kvboost_rag.indexing.corpus import pydoc_corpus
+from kvboost_rag.indexing.retrieval import MiniLM
 
 MODULES = ("bisect", "copy", "getpass", "heapq", "sched", "fnmatch")
 QUESTIONS = (

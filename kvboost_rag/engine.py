@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvboost_rag.chunk_keys import model_fingerprint
+from kvboost_rag.chunks.donors import Donors
+from kvboost_rag.chunks.library import ChunkIdentity, ChunkLibrary
+from kvboost_rag.chunks.lookup import Messages, document_texts
+from kvboost_rag.chunks.prefix_cache import PrefixCache
 from kvboost_rag.config import (
     CalibratedDefaults,
     ConfigError,
@@ -21,29 +24,26 @@ from kvboost_rag.config import (
     check_namespace,
 )
 from kvboost_rag.datamodels import GenerationResult, HitKind, StreamEvent, WarmReport
-from kvboost_rag.decode import Decoder
-from kvboost_rag.divergence import kl_per_token
-from kvboost_rag.donors import Donors
-from kvboost_rag.encode import Encoder, has_experts
-from kvboost_rag.idle import IdleJobs
-from kvboost_rag.index import DocumentIndex
-from kvboost_rag.library import ChunkIdentity, ChunkLibrary
-from kvboost_rag.lookup import Messages, document_texts
-from kvboost_rag.metrics import Metrics
-from kvboost_rag.model_profile import ModelProfile, load_profile, say_once
+from kvboost_rag.encode.encoder import Encoder, has_experts
+from kvboost_rag.forward.probe import ProbeReport, probe
+from kvboost_rag.indexing.index import DocumentIndex
+from kvboost_rag.indexing.similar_chunks import SimilarChunks
+from kvboost_rag.indexing.warm import WarmProgress, neighbour_choice, nothing_encoded, register_documents, warm
+from kvboost_rag.kv.keys import model_fingerprint
 from kvboost_rag.models.load import LoadedModel, load_model
-from kvboost_rag.models.probe import ProbeReport, probe
-from kvboost_rag.pipeline import Pipeline
-from kvboost_rag.prefix_cache import PrefixCache
-from kvboost_rag.prompt_tokens import PromptTokens
+from kvboost_rag.models.profile import ModelProfile, load_profile, say_once
+from kvboost_rag.observe.divergence import kl_per_token
+from kvboost_rag.observe.idle import IdleJobs
+from kvboost_rag.observe.metrics import Metrics
+from kvboost_rag.observe.shadow import MAX_ANSWER_TOKENS, Shadow, ShadowSample, ShadowStats
+from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.repair import STRATEGIES, NoRepair, RepairStrategy
-from kvboost_rag.serving import Request, Server, context_tokens, reuse_limit
-from kvboost_rag.shadow import MAX_ANSWER_TOKENS, Shadow, ShadowSample, ShadowStats
-from kvboost_rag.similar_chunks import SimilarChunks
+from kvboost_rag.serving.decode import Decoder
+from kvboost_rag.serving.pipeline import Pipeline
+from kvboost_rag.serving.server import Request, Server, context_tokens, reuse_limit
+from kvboost_rag.serving.worker import Stream, Worker
 from kvboost_rag.stores import Store, open_store
-from kvboost_rag.stores.arrays_file import ArraysFile
-from kvboost_rag.warm import WarmProgress, neighbour_choice, nothing_encoded, register_documents, warm
-from kvboost_rag.worker import Stream, Worker
+from kvboost_rag.stores.catalog.arrays_file import ArraysFile
 
 if TYPE_CHECKING:
     import torch

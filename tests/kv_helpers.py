@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvboost_rag.datamodels import ChunkKV
+from kvboost_rag.kv.buffer import KVLayout
 from kvboost_rag.models import hf_cache
-from kvboost_rag.models.kv_buffer import KVLayout
 
 
 @torch.no_grad()

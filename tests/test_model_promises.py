@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.corpus import pydoc_corpus
 from kvboost_rag.datamodels import HitKind, SegmentKind
+from kvboost_rag.indexing.corpus import pydoc_corpus
 
 pytestmark = pytest.mark.model
 QUESTION = "Which function gives the median, and what does it do with an even number of points?"

@@ -19,8 +19,8 @@ from corpus_texts import document, prompt
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
-from kvboost_rag.encode import Encoder
-from kvboost_rag.models.row_forward import row_pass
+from kvboost_rag.encode.encoder import Encoder
+from kvboost_rag.forward.row_forward import row_pass
 from kvboost_rag.repair import STRATEGIES
 from kvboost_rag.stores import MemoryStore, open_store
 
@@ -306,7 +306,7 @@ def test_faults_fall_back_to_plain_prefill(
     elif broken == "repair":
         monkeypatch.setattr(STRATEGIES["query"], "plan", fail)
     else:  # fails in the middle of the final pass, inside `generate`
-        monkeypatch.setattr("kvboost_rag.models.row_attention.attend_blocks", fail)
+        monkeypatch.setattr("kvboost_rag.forward.row_attention.attend_blocks", fail)
     for _ in range(2):
         result = engine.generate(text, params=EIGHT)
         assert result.token_ids == plain.token_ids
@@ -326,7 +326,7 @@ def test_a_catalog_that_another_program_holds_costs_a_request_little(
     plain = engine.generate(prompt(DOCUMENTS), documents=DOCUMENTS, reuse="off", params=EIGHT)
     other = sqlite3.connect(engine.store.catalog.database.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    monkeypatch.setattr("kvboost_rag.stores.database.BUSY_TIMEOUT_S", 1e6)  # what warming would wait
+    monkeypatch.setattr("kvboost_rag.stores.catalog.database.BUSY_TIMEOUT_S", 1e6)  # what warming would wait
     known = engine.generate(prompt(DOCUMENTS[:2]), params=EIGHT, strict=True)
     assert known.reuse == "blend"
     unknown = engine.generate(prompt(DOCUMENTS), documents=DOCUMENTS, params=EIGHT)
@@ -357,18 +357,18 @@ def test_out_of_memory_in_reuse_leaves_nothing_behind(
         return [*hooks, engine.model.config._attn_implementation]
 
     def failing_pass(*args: Any) -> Any:
-        patch.setattr("kvboost_rag.models.row_attention.attend_blocks", fail)
+        patch.setattr("kvboost_rag.forward.row_attention.attend_blocks", fail)
         return row_pass(*args)
 
     before = state()
     with monkeypatch.context() as patch:
         if broken == "final pass":  # inside `generate`
-            patch.setattr("kvboost_rag.decode.row_pass", failing_pass)
+            patch.setattr("kvboost_rag.serving.decode.row_pass", failing_pass)
         elif broken == "placement":
-            patch.setattr("kvboost_rag.pipeline.assemble", fail)
+            patch.setattr("kvboost_rag.serving.pipeline.assemble", fail)
         else:
             patch.setattr(Encoder, "encode", fail)
-        patch.setattr(logging.getLogger("kvboost_rag.serving"), "disabled", True)  # records keep tracebacks
+        patch.setattr(logging.getLogger("kvboost_rag.serving.server"), "disabled", True)  # records keep tracebacks
         see = engine.model.lm_head.register_forward_pre_hook(lambda *_: alive.extend(ref() is not None for ref in held))
         result = engine.generate(text, documents=DOCUMENTS, repair="none", params=EIGHT)
         see.remove()

@@ -11,16 +11,16 @@ import torch
 from architectures import REUSABLE
 from prometheus_client import CollectorRegistry
 
-from kvboost_rag import quantization
-from kvboost_rag.assemble import PlacedChunk, PlacedEntry, assemble
 from kvboost_rag.config import EncodingConfig, GenerationParams, ReuseConfig
 from kvboost_rag.datamodels import GenerationResult, HitKind, SegmentKind, SegmentReport, StoreEntry
-from kvboost_rag.encode import Encoder, EncodingJob
+from kvboost_rag.encode.encoder import Encoder, EncodingJob
 from kvboost_rag.engine import KVBoost
-from kvboost_rag.metrics import Metrics
-from kvboost_rag.models.kv_buffer import KVBuffer
-from kvboost_rag.models.probe import probe
-from kvboost_rag.realign import PositionTables
+from kvboost_rag.forward.probe import probe
+from kvboost_rag.kv import quantization
+from kvboost_rag.kv.assemble import PlacedChunk, PlacedEntry, assemble
+from kvboost_rag.kv.buffer import KVBuffer
+from kvboost_rag.kv.realign import PositionTables
+from kvboost_rag.observe.metrics import Metrics
 from kvboost_rag.repair import STRATEGIES
 from kvboost_rag.repair.cacheblend import CacheBlendRepair
 from kvboost_rag.repair.query import QueryRepair

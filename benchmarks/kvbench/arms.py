@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from kvboost_rag.models.row_forward import RowPlan
+from kvboost_rag.forward.row_forward import RowPlan
 from kvboost_rag.repair import (
     CacheBlendRepair,
     NoRepair,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.bugs import make_bugs
-from kvboost_rag.calibrate import EvalQuestion, read_questions
-from kvboost_rag.chunking import FixedChunker
-from kvboost_rag.corpus import pydoc_corpus
+from kvboost_rag.indexing.chunking import FixedChunker
+from kvboost_rag.indexing.corpus import pydoc_corpus
+from kvboost_rag.measure.calibrate import EvalQuestion, read_questions
 
 CountTokens = Callable[[str], int]
 

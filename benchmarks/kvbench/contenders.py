@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvbench.texts import RagPrompt
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.prompt_tokens import PromptTokens
+from kvboost_rag.prompt.tokens import PromptTokens
 
 FULL = "full prefill (reuse off)"
 """What every ratio is of."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kvbench.contenders import Contender, FirstToken
 from kvbench.texts import RagPrompt
-from kvboost_rag.prompt_tokens import PromptTokens
+from kvboost_rag.prompt.tokens import PromptTokens
 
 
 def one_token(answer: str, tokens: PromptTokens) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from kvbench.arms import Arm
 from kvbench.cases import Case, edited, rechunked
 from kvboost_rag import KVBoost
-from kvboost_rag.calibrate import Answered, Comparison, compare, nearest_texts, prompt_of, reference_answer
 from kvboost_rag.config import EncodingConfig
-from kvboost_rag.embeddings import load_embedder
+from kvboost_rag.indexing.embeddings import load_embedder
+from kvboost_rag.measure.calibrate import Answered, Comparison, compare, nearest_texts, prompt_of, reference_answer
 from kvboost_rag.models.load import load_model
 from kvboost_rag.stores import MemoryStore
 from kvboost_rag.stores.maintenance import evict_all

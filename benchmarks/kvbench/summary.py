@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from kvboost_rag.calibrate.scores import bootstrap
+from kvboost_rag.measure.calibrate.scores import bootstrap
 
 Row = dict[str, Any]
 UNREUSED = "full prefill in bfloat16"

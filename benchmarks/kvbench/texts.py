@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvboost_rag.chunking import FixedChunker
-from kvboost_rag.corpus import PYDOC_MODULES, pydoc_corpus
-from kvboost_rag.prompt_tokens import PromptTokens
+from kvboost_rag.indexing.chunking import FixedChunker
+from kvboost_rag.indexing.corpus import PYDOC_MODULES, pydoc_corpus
+from kvboost_rag.prompt.tokens import PromptTokens
 
 SYSTEM = "You answer questions using the passages."
 TASK = "Answer the question using only the passages below."

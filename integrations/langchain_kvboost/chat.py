@@ -16,10 +16,10 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from kvboost_rag.aio import iterate
+from kvboost_rag.adapters.aio import iterate
+from kvboost_rag.adapters.result_summary import usage_dict
+from kvboost_rag.adapters.tool_choice import chosen_tools
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
-from kvboost_rag.result_summary import usage_dict
-from kvboost_rag.tool_choice import chosen_tools
 from langchain_kvboost.messages import carried_documents, document_hints, template_messages
 from langchain_kvboost.outputs import ChatChunks, chat_generation
 from langchain_kvboost.parameters import KVBoostParameters

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import Self
 
+from kvboost_rag.adapters.generation_kwargs import CLIENT_OPTIONS
+from kvboost_rag.adapters.registry import EngineSpec
 from kvboost_rag.config import EncodingConfig
-from kvboost_rag.generation_kwargs import CLIENT_OPTIONS
-from kvboost_rag.registry import EngineSpec
 from langchain_kvboost.identity import is_held
 
 _SHARED = ("tokenizer", "store")

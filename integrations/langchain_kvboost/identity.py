@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvboost_rag.registry import EngineSpec
+from kvboost_rag.adapters.registry import EngineSpec
 
 _FINGERPRINTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
@@ -52,7 +52,7 @@ def is_held(model: Any) -> bool:
 def fingerprint_of(model: Any) -> str:
     """Tells loaded models of one name apart; read from the weights once an object, without an engine."""
     if model not in _FINGERPRINTS:
-        from kvboost_rag.chunk_keys import weights_fingerprint
+        from kvboost_rag.kv.keys import weights_fingerprint
 
         _FINGERPRINTS[model] = weights_fingerprint(model)
     return _FINGERPRINTS[model]

@@ -12,9 +12,9 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseLLM, LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from kvboost_rag.aio import iterate
+from kvboost_rag.adapters.aio import iterate
+from kvboost_rag.adapters.result_summary import usage_dict
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
-from kvboost_rag.result_summary import usage_dict
 from langchain_kvboost.messages import document_hints
 from langchain_kvboost.outputs import llm_metadata, text_chunk
 from langchain_kvboost.parameters import KVBoostParameters

@@ -12,9 +12,9 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, GenerationChunk
 
+from kvboost_rag.adapters.result_summary import cache_read_tokens, summary, usage_dict
+from kvboost_rag.adapters.tool_calls import AnswerStream, ParsedAnswer, parse_tool_calls
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
-from kvboost_rag.result_summary import cache_read_tokens, summary, usage_dict
-from kvboost_rag.tool_calls import AnswerStream, ParsedAnswer, parse_tool_calls
 
 
 def usage_metadata(result: GenerationResult) -> UsageMetadata:

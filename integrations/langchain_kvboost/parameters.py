@@ -14,10 +14,10 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from kvboost_rag import __version__
+from kvboost_rag.adapters.generation_kwargs import check_params, merge_params
+from kvboost_rag.adapters.loading_kwargs import loading_options
+from kvboost_rag.adapters.registry import EngineSpec, adopt
 from kvboost_rag.config import GenerationParams, ReuseConfig
-from kvboost_rag.generation_kwargs import check_params, merge_params
-from kvboost_rag.loading_kwargs import loading_options
-from kvboost_rag.registry import EngineSpec, adopt
 from langchain_kvboost.fields import KVBoostFields
 from langchain_kvboost.identity import HeldName, fingerprint_of, is_held, name_of, plain
 
@@ -179,7 +179,7 @@ class KVBoostParameters(KVBoostFields):
         Raises:
             ContextOverflowError: of LangChain, whose middleware understands it.
         """
-        from kvboost_rag.decode import ContextOverflowError as Overflow
+        from kvboost_rag.serving.decode import ContextOverflowError as Overflow
 
         call = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DECODING}
         if (wanted := call.pop("model", None)) not in (None, self.model_name):

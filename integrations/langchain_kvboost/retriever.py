@@ -11,7 +11,7 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict
 
-from kvboost_rag.indexing_jobs import tolerated
+from kvboost_rag.adapters.indexing_jobs import tolerated
 from langchain_kvboost.warming import announce, engine_of, namespace_of, segment_text
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate, format_document
 
-from kvboost_rag.embeddings import load_embedder
-from kvboost_rag.indexing_jobs import can_be_chunk, tolerated
-from kvboost_rag.registry import EngineSpec
-from kvboost_rag.source_texts import SourceTexts
+from kvboost_rag.adapters.indexing_jobs import can_be_chunk, tolerated
+from kvboost_rag.adapters.registry import EngineSpec
+from kvboost_rag.indexing.embeddings import load_embedder
+from kvboost_rag.indexing.source_texts import SourceTexts
 from langchain_kvboost.parameters import KVBoostParameters
 
 if TYPE_CHECKING:

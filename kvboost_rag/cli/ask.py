@@ -39,7 +39,7 @@ def ask(
     from kvboost_rag.cli.session import ModelChoice, open_engine
     from kvboost_rag.cli.tables import reuse_table
     from kvboost_rag.config import GenerationParams, ReuseConfig
-    from kvboost_rag.corpus import CorpusError
+    from kvboost_rag.indexing.corpus import CorpusError
 
     overrides: dict[str, Any] = {"reuse": reuse, "repair": repair}
     ReuseConfig().override(**overrides)  # refuses what is not known, before a model is loaded

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvboost_rag.corpus import CorpusError
+from kvboost_rag.indexing.corpus import CorpusError
 
 if TYPE_CHECKING:
     from kvboost_rag.engine import KVBoost
-    from kvboost_rag.retrieval import RememberedVectors
+    from kvboost_rag.indexing.retrieval import RememberedVectors
 
 INSTRUCTION = "Answer the question in one or two sentences, using the documents."
 
@@ -38,7 +38,7 @@ class PassageSearch:
     """
 
     def __init__(self, engine: KVBoost, embedder: RememberedVectors) -> None:
-        from kvboost_rag.vector_index import VectorIndex
+        from kvboost_rag.indexing.vector_index import VectorIndex
 
         catalog, namespace = engine.store.catalog, engine.config.namespace
         chunks = [(key, text) for _, key, text in catalog.texts(engine.library.fingerprint, namespace)]

@@ -12,9 +12,9 @@ from kvboost_rag.cli import options
 from kvboost_rag.cli.console import console, progress_bar, styled
 
 if TYPE_CHECKING:
-    from kvboost_rag.calibrate import CalibrationPlan
-    from kvboost_rag.model_profile import ModelProfile
+    from kvboost_rag.measure.calibrate import CalibrationPlan
     from kvboost_rag.models.load import LoadedModel
+    from kvboost_rag.models.profile import ModelProfile
 
 FAILED = 3
 
@@ -46,10 +46,10 @@ def calibrate(
 
     Example: kvboost-rag calibrate bundled:smollm2 --budget 5
     """
-    from kvboost_rag.calibrate import CalibrationProgress
-    from kvboost_rag.calibrate import calibrate as run_calibration
     from kvboost_rag.cli.session import ModelChoice, load
-    from kvboost_rag.model_profile import save_profile
+    from kvboost_rag.measure.calibrate import CalibrationProgress
+    from kvboost_rag.measure.calibrate import calibrate as run_calibration
+    from kvboost_rag.models.profile import save_profile
 
     loaded = load(ModelChoice(model, dtype, device))
     plan = _plan(loaded, data, (max_kl, budget, questions, quick))
@@ -80,8 +80,14 @@ def calibrate(
 
 
 def _plan(loaded: LoadedModel, data: Path | None, limits: tuple[float, float, int, bool]) -> CalibrationPlan:
-    from kvboost_rag.calibrate import QUICK_GRID, CalibrationPlan, builtin_questions, default_grid, read_questions
-    from kvboost_rag.prompt_tokens import PromptTokens
+    from kvboost_rag.measure.calibrate import (
+        QUICK_GRID,
+        CalibrationPlan,
+        builtin_questions,
+        default_grid,
+        read_questions,
+    )
+    from kvboost_rag.prompt.tokens import PromptTokens
 
     max_kl, minutes, count, quick = limits
     if data is not None:

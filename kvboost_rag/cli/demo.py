@@ -72,7 +72,7 @@ def demo(
     from kvboost_rag.cli.asking import PassageSearch
     from kvboost_rag.cli.indexing import ChunkPlan, index_sources, open_embedder
     from kvboost_rag.cli.session import ModelChoice, open_engine
-    from kvboost_rag.corpus import pydoc_corpus
+    from kvboost_rag.indexing.corpus import pydoc_corpus
 
     start = time.perf_counter()
     kept = options.StoreChoice.of(store, memory_budget, disk_budget, "demo")

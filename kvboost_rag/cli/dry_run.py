@@ -13,8 +13,8 @@ from kvboost_rag.cli.indexing import ChunkPlan, empty_sources, gone_of, split_so
 if TYPE_CHECKING:
     from kvboost_rag.cli.options import StoreChoice
     from kvboost_rag.cli.session import ModelChoice
-    from kvboost_rag.corpus import Corpus
-    from kvboost_rag.prompt_tokens import PromptTokens
+    from kvboost_rag.indexing.corpus import Corpus
+    from kvboost_rag.prompt.tokens import PromptTokens
     from kvboost_rag.stores import DiskStore
 
 
@@ -38,7 +38,7 @@ def dry_run(
     """Print it. Needs the tokenizer only; the model's fingerprint is the one that the store was last warmed with."""
     from kvboost_rag.cli.known_models import recall_fingerprint
     from kvboost_rag.models.load import load_tokenizer
-    from kvboost_rag.prompt_tokens import PromptTokens
+    from kvboost_rag.prompt.tokens import PromptTokens
     from kvboost_rag.stores import DiskStore
     from kvboost_rag.stores.budget import UNLIMITED
 
@@ -65,7 +65,7 @@ def _preview(
     empty: Sequence[str],
     folders: Sequence[Path],
 ) -> Preview:
-    from kvboost_rag.chunk_keys import content_hash
+    from kvboost_rag.kv.keys import content_hash
 
     num_tokens: dict[str, int] = {}
     groups: dict[str, list[str]] = {"new": [], "changed": [], "unchanged": []}

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvboost_rag.cli.console import console, progress_bar, seconds_text
-from kvboost_rag.corpus import Corpus, SourceText, is_gone, is_lasting
+from kvboost_rag.indexing.corpus import Corpus, SourceText, is_gone, is_lasting
 
 if TYPE_CHECKING:
     from kvboost_rag.datamodels import WarmReport
     from kvboost_rag.engine import KVBoost
-    from kvboost_rag.retrieval import RememberedVectors, Vectors
-    from kvboost_rag.warm import WarmProgress
+    from kvboost_rag.indexing.retrieval import RememberedVectors, Vectors
+    from kvboost_rag.indexing.warm import WarmProgress
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class IndexReport:
 def open_embedder() -> RememberedVectors:
     """The embedding model, with the vectors of earlier runs."""
     from kvboost_rag.config import cache_dir
-    from kvboost_rag.retrieval import MiniLM, RememberedVectors
+    from kvboost_rag.indexing.retrieval import MiniLM, RememberedVectors
 
     return RememberedVectors(cache_dir() / "embeddings.sqlite", MiniLM())
 
@@ -58,7 +58,7 @@ def index_sources(
         embedder: needed for neighbours.
         gone: source ids that are to be forgotten (`gone_of`); unknown ones are passed over.
     """
-    from kvboost_rag.source_texts import SourceTexts
+    from kvboost_rag.indexing.source_texts import SourceTexts
 
     chunks = split_sources(engine.tokens.count, sources, plan.chunk_tokens)
     texts = list(dict.fromkeys(text for group in chunks.values() for text in group))
@@ -79,7 +79,7 @@ def split_sources(
     count: Callable[[str], int], sources: Sequence[SourceText], chunk_tokens: int
 ) -> dict[str, list[str]]:
     """Chunk texts of each source, in order."""
-    from kvboost_rag.chunking import FixedChunker
+    from kvboost_rag.indexing.chunking import FixedChunker
 
     if not sources:  # a bar needs something to count
         return {}

@@ -258,7 +258,7 @@ def _work(channel: connection.Connection, spec: WorkerSpec) -> None:
 
 
 def _encode(engine: Any, unit: Unit) -> dict[str, int]:
-    from kvboost_rag.warm import warm
+    from kvboost_rag.indexing.warm import warm
 
     records = list(engine.store.catalog.get_many(unit).values())
     report = warm(engine.library, records)

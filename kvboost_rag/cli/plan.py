@@ -73,8 +73,8 @@ def plan(
     """
     from kvboost_rag.cli.session import ModelChoice, load
     from kvboost_rag.config import EncodingConfig
-    from kvboost_rag.corpus import CorpusError
     from kvboost_rag.engine import KVBoost
+    from kvboost_rag.indexing.corpus import CorpusError
 
     if (tokens is None) == (not paths):
         raise CorpusError("say what to plan for: files and folders, or --tokens N")
@@ -94,7 +94,7 @@ def plan(
 
 
 def _read(paths: list[Path]) -> list[str]:
-    from kvboost_rag.corpus import CorpusError, read_paths
+    from kvboost_rag.indexing.corpus import CorpusError, read_paths
 
     if not paths:
         return []
@@ -105,7 +105,7 @@ def _read(paths: list[Path]) -> list[str]:
 
 
 def _size_of(engine: KVBoost, texts: list[str], tokens: int | None, chunk_tokens: int) -> Corpus:
-    from kvboost_rag.chunking import FixedChunker
+    from kvboost_rag.indexing.chunking import FixedChunker
 
     if tokens is not None:
         sample = "The store holds keys and values of every document. "
@@ -145,10 +145,10 @@ def _nearest_folder(folder: Path) -> Path:
 
 def _measure(engine: KVBoost, disk: DiskStore, corpus: Corpus) -> Measured:
     """Encode a few chunks of the planned size behind a context of the planned size, write them and read them."""
-    from kvboost_rag import quantization
-    from kvboost_rag.chunk_keys import content_hash
     from kvboost_rag.datamodels import StoreEntry
-    from kvboost_rag.encode import EncodingJob
+    from kvboost_rag.encode.encoder import EncodingJob
+    from kvboost_rag.kv import quantization
+    from kvboost_rag.kv.keys import content_hash
     from kvboost_rag.stores.cost import measure_load_speed
 
     encoder, library = engine.library.encoder, engine.library

@@ -11,7 +11,7 @@ from kvboost_rag.cli import options
 from kvboost_rag.cli.console import bytes_text, console, styled
 
 if TYPE_CHECKING:
-    from kvboost_rag.models.kv_buffer import LayerGroup
+    from kvboost_rag.kv.buffer import LayerGroup
 
 
 def probe(
@@ -24,7 +24,7 @@ def probe(
     Example: kvboost-rag probe Qwen/Qwen2.5-0.5B-Instruct
     """
     from kvboost_rag.cli.session import ModelChoice, load
-    from kvboost_rag.models.probe import probe as run_probe
+    from kvboost_rag.forward.probe import probe as run_probe
 
     report = run_probe(load(ModelChoice(model, dtype, device)).model)
     if not report.reusable:

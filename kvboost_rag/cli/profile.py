@@ -35,7 +35,7 @@ def profile(
 
     Example: kvboost-rag profile prompts.jsonl
     """
-    from kvboost_rag.profile import TraceError, TraceProfiler, advise, read_trace
+    from kvboost_rag.measure.prompt_log import TraceError, TraceProfiler, advise, read_trace
 
     profiler = TraceProfiler(_tokenize(tokenizer))
     for prompt in read_trace(trace):

@@ -9,7 +9,7 @@ import typer
 
 from kvboost_rag.cli import options
 from kvboost_rag.cli.console import console, progress_bar, seconds_text
-from kvboost_rag.neighbours import RewarmPlan
+from kvboost_rag.indexing.neighbours import RewarmPlan
 
 if TYPE_CHECKING:
     from kvboost_rag.engine import KVBoost
@@ -39,8 +39,8 @@ def rewarm(
     from kvboost_rag.cli.indexing import open_embedder
     from kvboost_rag.cli.session import ModelChoice, open_engine
     from kvboost_rag.config import EncodingConfig
-    from kvboost_rag.corpus import CorpusError
-    from kvboost_rag.neighbours import NeighbourRules
+    from kvboost_rag.indexing.corpus import CorpusError
+    from kvboost_rag.indexing.neighbours import NeighbourRules
 
     chosen = options.StoreChoice.of(store, memory_budget, disk_budget)
     encoding = EncodingConfig(neighbours=neighbours, embedder=open_embedder())

@@ -103,7 +103,7 @@ def _metrics_server(port: int | None) -> Iterator[None]:
     if port is None:
         yield
         return
-    from kvboost_rag.metrics import start_metrics_server
+    from kvboost_rag.observe.metrics import start_metrics_server
 
     server, thread = start_metrics_server(port)
     console.print(f"metrics    http://127.0.0.1:{port}/metrics", highlight=False)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from kvboost_rag.cli.options import StoreChoice
     from kvboost_rag.cli.session import ModelChoice
     from kvboost_rag.config import EncodingConfig
-    from kvboost_rag.corpus import Corpus
     from kvboost_rag.engine import KVBoost
+    from kvboost_rag.indexing.corpus import Corpus
 
 
 def warm(
@@ -52,13 +52,13 @@ def warm(
 
     Example: kvboost-rag warm docs README.md
     """
-    from kvboost_rag.chunking import FixedChunker
     from kvboost_rag.cli.dry_run import dry_run as preview
     from kvboost_rag.cli.indexing import ChunkPlan
     from kvboost_rag.cli.session import ModelChoice
     from kvboost_rag.cli.watch import FolderWatch
     from kvboost_rag.config import EncodingConfig
-    from kvboost_rag.corpus import read_paths
+    from kvboost_rag.indexing.chunking import FixedChunker
+    from kvboost_rag.indexing.corpus import read_paths
 
     FixedChunker(len, chunk_tokens)  # refuses a size that does not exist, before a model is loaded
     chosen = options.StoreChoice.of(store, memory_budget, disk_budget)
@@ -90,7 +90,7 @@ class WarmJob:
 
 
 def _check(corpus: Corpus, paths: list[Path], watch: bool) -> None:
-    from kvboost_rag.corpus import CorpusError
+    from kvboost_rag.indexing.corpus import CorpusError
 
     for path, fault in corpus.skipped:
         console.print(f"skipped    {path} {fault}", highlight=False)
@@ -102,7 +102,7 @@ def _here(job: WarmJob, corpus: Corpus, paths: list[Path], folders: object, inte
     from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources, open_embedder
     from kvboost_rag.cli.session import open_engine
     from kvboost_rag.cli.watch import Changes, FolderWatch, watch
-    from kvboost_rag.corpus import read_files
+    from kvboost_rag.indexing.corpus import read_files
 
     with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
         _refuse_unusable(engine)
@@ -126,7 +126,7 @@ def _in_processes(job: WarmJob, corpus: Corpus, paths: list[Path], num_jobs: int
     from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources, open_embedder
     from kvboost_rag.cli.jobs import encode_in_processes, jobs_bar, worker_specs
     from kvboost_rag.cli.session import open_engine
-    from kvboost_rag.warm import forwards
+    from kvboost_rag.indexing.warm import forwards
 
     with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
         _refuse_unusable(engine)
@@ -158,14 +158,14 @@ def _folders(paths: list[Path]) -> list[Path]:
 
 
 def _refuse_unusable(engine: KVBoost) -> None:
-    from kvboost_rag.corpus import CorpusError
+    from kvboost_rag.indexing.corpus import CorpusError
 
     if not engine.probe.reusable:
         raise CorpusError(f"{engine.name} cannot be warmed: {engine.probe.reason}")
 
 
 def _print(report: IndexReport) -> None:
-    from kvboost_rag.corpus import CorpusError
+    from kvboost_rag.indexing.corpus import CorpusError
 
     done = report.warm
     rate = done.encoded_tokens / done.seconds if done.encoded_tokens and done.seconds else 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvboost_rag.cli.console import console
-from kvboost_rag.corpus import find_files, unreadable
+from kvboost_rag.indexing.corpus import find_files, unreadable
 
 Stamp = tuple[int, int]
 """Time of the last change in nanoseconds, and size."""

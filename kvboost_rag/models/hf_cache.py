@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from kvboost_rag.models.kv_buffer import KVBuffer
+from kvboost_rag.kv.buffer import KVBuffer
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_rag.config import ConfigError, ResolvedConfig
-from kvboost_rag.models.kv_buffer import KVBuffer
-from kvboost_rag.models.row_forward import RowPlan
+from kvboost_rag.forward.row_forward import RowPlan
+from kvboost_rag.kv.buffer import KVBuffer
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvboost_rag.config import ConfigError
-from kvboost_rag.models.row_forward import RowPlan
+from kvboost_rag.forward.row_forward import RowPlan
 from kvboost_rag.repair.base import RepairContext, RepairStrategy, choose, top_mask
 from kvboost_rag.repair.deviation import DeviationProbe
 

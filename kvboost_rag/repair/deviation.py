@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvboost_rag.models.attention_call import AttentionCall
+from kvboost_rag.forward.attention_call import AttentionCall
 from kvboost_rag.models.hf_cache import LayerKV
 
 KL_BLOCK_ROWS = 128

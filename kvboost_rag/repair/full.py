@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvboost_rag.models.row_forward import RowPlan
+from kvboost_rag.forward.row_forward import RowPlan
 from kvboost_rag.repair.base import RepairContext, RepairStrategy
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import torch
 
 from kvboost_rag.config import ConfigError
-from kvboost_rag.models.attention_call import AttentionCall
-from kvboost_rag.models.row_forward import RowPlan, observe_rows
+from kvboost_rag.forward.attention_call import AttentionCall
+from kvboost_rag.forward.row_forward import RowPlan, observe_rows
 from kvboost_rag.repair.base import RepairContext, RepairStrategy, choose
 from kvboost_rag.repair.deviation import DeviationProbe
 

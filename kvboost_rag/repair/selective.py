@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 
 from kvboost_rag.config import ConfigError
-from kvboost_rag.models.attention_call import AttentionCall
+from kvboost_rag.forward.attention_call import AttentionCall
+from kvboost_rag.forward.row_forward import RowPlan
 from kvboost_rag.models.hf_cache import LayerKV
-from kvboost_rag.models.row_forward import RowPlan
 from kvboost_rag.repair.base import RepairContext, RepairStrategy
 
 

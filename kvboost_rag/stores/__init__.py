@@ -6,18 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.stores.base import EntryInfo, Store, StoreError, StoreStats
-from kvboost_rag.stores.catalog import Catalog, CatalogVersion
+from kvboost_rag.stores.catalog.catalog import Catalog, CatalogVersion
 
 if TYPE_CHECKING:
     from kvboost_rag.stores.device import DeviceStore
-    from kvboost_rag.stores.disk import DiskStore
+    from kvboost_rag.stores.disk.store import DiskStore
     from kvboost_rag.stores.memory import MemoryStore
     from kvboost_rag.stores.opening import open_store
     from kvboost_rag.stores.tiered import TieredStore
 
 _LAZY = {
     "DeviceStore": "device",
-    "DiskStore": "disk",
+    "DiskStore": "disk.store",
     "MemoryStore": "memory",
     "TieredStore": "tiered",
     "open_store": "opening",

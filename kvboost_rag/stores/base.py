@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvboost_rag.datamodels import EntryCheck, StoreEntry
-from kvboost_rag.stores.catalog import Catalog
-from kvboost_rag.stores.database import StoreError
+from kvboost_rag.stores.catalog.catalog import Catalog
+from kvboost_rag.stores.catalog.database import StoreError
 
 __all__ = ["EntryInfo", "Store", "StoreError", "StoreStats", "mismatch"]
 

@@ -10,7 +10,7 @@ import torch
 from kvboost_rag.datamodels import StoreEntry
 from kvboost_rag.stores.base import EntryInfo, Store
 from kvboost_rag.stores.budget import DEFAULT_RATIO, host_memory_bytes, resolve_budget
-from kvboost_rag.stores.catalog import Catalog
+from kvboost_rag.stores.catalog.catalog import Catalog
 from kvboost_rag.stores.eviction import EntryUse, EvictionPolicy, make_policy
 from kvboost_rag.stores.payload import own
 

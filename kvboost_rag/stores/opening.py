@@ -8,7 +8,7 @@ from pathlib import Path
 from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.budget import DEFAULT_RATIO
 from kvboost_rag.stores.device import DeviceStore
-from kvboost_rag.stores.disk import DiskStore
+from kvboost_rag.stores.disk.store import DiskStore
 from kvboost_rag.stores.memory import MemoryStore
 from kvboost_rag.stores.tiered import TieredStore
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvboost_rag.chunk_keys import content_hash
+from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.stores.base import Store
-from kvboost_rag.stores.chunk_file import USELESS, ChunkFileError
-from kvboost_rag.stores.disk import DiskStore
+from kvboost_rag.stores.disk.chunk_file import USELESS, ChunkFileError
+from kvboost_rag.stores.disk.store import DiskStore
 from kvboost_rag.stores.maintenance import forget
 from kvboost_rag.stores.tiered import TieredStore
 

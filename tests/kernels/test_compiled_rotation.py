@@ -11,7 +11,7 @@ from kvboost_kernels.place_chunk.reference import rotate
 pytest.importorskip("numba")
 
 from kvboost_kernels.place_chunk import cpu
-from kvboost_rag.models.rope import Rotation as ModelRotation
+from kvboost_rag.kv.rope import Rotation as ModelRotation
 
 TOKENS, START, CAPACITY = 37, 5, 50
 SHAPES = {

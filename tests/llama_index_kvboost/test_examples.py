@@ -22,9 +22,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture(autouse=True)
 def clean(smollm2: Any) -> Iterator[None]:
     """Needs the bundled model; leaves no global settings, handlers or engines behind."""
+    from kvboost_rag.adapters.registry import close_all
+    from kvboost_rag.indexing.retrieval import MiniLM
     from kvboost_rag.models.errors import ModelLoadError
-    from kvboost_rag.registry import close_all
-    from kvboost_rag.retrieval import MiniLM
 
     try:
         MiniLM()

@@ -20,8 +20,8 @@ from llama_index_kvboost.helpers import TEXTS, USER, MakeLLM, WordEmbedding, doc
 from tokenizers import processors
 
 from kvboost_rag import KVBoost
+from kvboost_rag.adapters.registry import close_all
 from kvboost_rag.models.load import load_model
-from kvboost_rag.registry import close_all
 
 
 class PromptIds:

@@ -19,7 +19,7 @@ from llama_index.llms.kvboost import KVBoostLLM
 from llama_index_kvboost.helpers import TEXTS, USER, MakeLLM
 
 from kvboost_rag import GenerationParams
-from kvboost_rag.decode import ContextOverflowError
+from kvboost_rag.serving.decode import ContextOverflowError
 
 PROMPT = "The store holds keys"
 

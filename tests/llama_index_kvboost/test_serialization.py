@@ -56,7 +56,7 @@ def test_equal_arguments_share_one_model(tiny_loaded: Any) -> None:
         assert first.engine is second.engine
         assert first.engine.model is model
     finally:
-        from kvboost_rag.registry import close_all
+        from kvboost_rag.adapters.registry import close_all
 
         close_all()
 

@@ -12,10 +12,10 @@ from architectures import REUSABLE
 from corpus_texts import document, prompt
 
 from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.chunks.library import SENSITIVITY, FetchedChunk
 from kvboost_rag.config import ConfigError, EncodingConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
-from kvboost_rag.encode import EncodingJob, context_sensitivity
-from kvboost_rag.library import SENSITIVITY, FetchedChunk
+from kvboost_rag.encode.encoder import EncodingJob, context_sensitivity
 from kvboost_rag.repair import QueryRepair, SensitivityRepair
 
 DOCUMENTS = [document(n, 2) for n in range(4)]

@@ -12,7 +12,7 @@ from corpus_texts import document, prompt
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import ConfigError, EncodingConfig, ReuseConfig
 from kvboost_rag.datamodels import SegmentKind
-from kvboost_rag.models.attention_call import AttentionCall
+from kvboost_rag.forward.attention_call import AttentionCall
 from kvboost_rag.repair import STRATEGIES, CacheBlendRepair, QueryRepair, RepairStrategy, SelectiveRepair
 from kvboost_rag.repair.base import RepairContext, choose, top_mask
 from kvboost_rag.repair.deviation import attention_kl, relative_deviation

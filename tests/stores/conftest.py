@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_rag.chunk_keys import content_hash, context_hash
 from kvboost_rag.datamodels import ChunkRecord, EntryCheck, StoreEntry
+from kvboost_rag.kv.keys import content_hash, context_hash
 from kvboost_rag.stores import DeviceStore, DiskStore, MemoryStore, Store, TieredStore
 from tests.pretend_cuda import pretend_cuda
 

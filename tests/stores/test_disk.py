@@ -18,11 +18,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from kvboost_rag.chunk_keys import context_hash
 from kvboost_rag.cli import options
-from kvboost_rag.stores import DiskStore, MemoryStore, StoreError, TieredStore, chunk_file
-from kvboost_rag.stores.database import waiting_at_most
-from kvboost_rag.stores.folder import StoreFolder
+from kvboost_rag.kv.keys import context_hash
+from kvboost_rag.stores import DiskStore, MemoryStore, StoreError, TieredStore
+from kvboost_rag.stores.catalog.database import waiting_at_most
+from kvboost_rag.stores.disk import chunk_file
+from kvboost_rag.stores.disk.folder import StoreFolder
 from tests.stores.conftest import FINGERPRINT, build_entry, build_record, check_of, same
 
 BUDGET = 1_000_000

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvboost_rag.chunk_keys import prefix_hash
 from kvboost_rag.datamodels import StoreEntry
+from kvboost_rag.kv.keys import prefix_hash
 from kvboost_rag.stores import DiskStore, MemoryStore, Store, TieredStore, open_store
 from kvboost_rag.stores.maintenance import delete_namespace, delete_source, evict_all, evict_unused, forget
 from kvboost_rag.stores.verify import disk_of, gc, verify

@@ -7,11 +7,11 @@ import pytest
 import torch
 from kv_helpers import kv_at, plain_forward
 
-from kvboost_rag.models import attention_kernels
-from kvboost_rag.models.attention_kernels import KernelAttention, causal_rows
-from kvboost_rag.models.kv_buffer import KVBuffer
-from kvboost_rag.models.probe import probe
-from kvboost_rag.models.row_forward import RowPlan, row_forward
+from kvboost_rag.forward import triton_attention
+from kvboost_rag.forward.probe import probe
+from kvboost_rag.forward.row_forward import RowPlan, row_forward
+from kvboost_rag.forward.triton_attention import KernelAttention, causal_rows
+from kvboost_rag.kv.buffer import KVBuffer
 
 LENGTH = 61
 
@@ -20,7 +20,7 @@ LENGTH = 61
 def kernel(monkeypatch) -> KernelAttention:
     monkeypatch.setenv("KVBOOST_KERNELS", "on")
     fresh = KernelAttention()
-    monkeypatch.setattr("kvboost_rag.models.row_attention.KERNEL", fresh)
+    monkeypatch.setattr("kvboost_rag.forward.row_attention.KERNEL", fresh)
     return fresh
 
 
@@ -50,7 +50,7 @@ def test_a_kernel_that_is_wrong_is_not_used(tiny_model, kernel: KernelAttention,
             raise RuntimeError("no binary for this device")
         return call.mixed(value).transpose(1, 2) * 1.5
 
-    monkeypatch.setattr(attention_kernels.KernelAttention, "_run", staticmethod(run))
+    monkeypatch.setattr(triton_attention.KernelAttention, "_run", staticmethod(run))
     model_type, fields = architectures.REUSABLE["llama"]
     model = tiny_model(model_type, **fields).model
     ids = torch.randint(3, 380, (LENGTH,), generator=torch.Generator().manual_seed(11))

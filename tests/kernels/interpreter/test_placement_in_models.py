@@ -9,15 +9,16 @@ import pytest
 import torch
 from architectures import REUSABLE
 
-from kvboost_rag import GenerationParams, KVBoost, quantization
-from kvboost_rag.assemble import PlacedEntry, assemble
+from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.datamodels import StoreEntry
-from kvboost_rag.encode import Encoder, EncodingJob
-from kvboost_rag.models.kv_buffer import KVBuffer
-from kvboost_rag.models.probe import probe
-from kvboost_rag.placement_kernels import KernelPlacement
-from kvboost_rag.realign import PositionTables
+from kvboost_rag.encode.encoder import Encoder, EncodingJob
+from kvboost_rag.forward.probe import probe
+from kvboost_rag.kv import quantization
+from kvboost_rag.kv.assemble import PlacedEntry, assemble
+from kvboost_rag.kv.buffer import KVBuffer
+from kvboost_rag.kv.placement import KernelPlacement
+from kvboost_rag.kv.realign import PositionTables
 from kvboost_rag.stores import MemoryStore
 
 CAPACITY, STARTS = 90, (31, 3)
@@ -26,7 +27,7 @@ CAPACITY, STARTS = 90, (31, 3)
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> KernelPlacement:
     fresh = KernelPlacement()
-    monkeypatch.setattr("kvboost_rag.assemble.KERNEL", fresh)
+    monkeypatch.setattr("kvboost_rag.kv.assemble.KERNEL", fresh)
     monkeypatch.setattr(quantization, "MIN_PSNR_DB", 0.0)  # random weights may give values that are hard to quantise
     return fresh
 

@@ -14,9 +14,9 @@ from llama_index.llms.kvboost.calls import REUSE_SETTINGS, ChatTemplate
 from llama_index.llms.kvboost.loading import engine_spec
 from llama_index.llms.kvboost.tools import ToolCalling
 
+from kvboost_rag.adapters.generation_kwargs import check_params
+from kvboost_rag.adapters.registry import EngineSpec
 from kvboost_rag.config import ReuseConfig
-from kvboost_rag.generation_kwargs import check_params
-from kvboost_rag.registry import EngineSpec
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from llama_index.llms.kvboost.arguments import KVBoostArguments
 from llama_index.llms.kvboost.calls import Call, CallDefaults, ChatTemplate
 from llama_index.llms.kvboost.responses import chat_response, completion
 
-from kvboost_rag.chat_template import supports_tools
+from kvboost_rag.adapters.generation_kwargs import merge_params
 from kvboost_rag.config import GenerationParams
-from kvboost_rag.generation_kwargs import merge_params
+from kvboost_rag.prompt.chat_template import supports_tools
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class KVBoostLLM(KVBoostArguments):
     Raises:
         TypeError, ValueError: from the constructor, an unknown argument, or no model named.
         kvboost_rag.models.load.ModelLoadError: at first use, the model cannot be loaded.
-        kvboost_rag.decode.ContextOverflowError: from a call, the prompt does not fit into the context.
+        kvboost_rag.serving.decode.ContextOverflowError: from a call, the prompt does not fit into the context.
     """
 
     @classmethod

@@ -14,12 +14,12 @@ from llama_index.llms.kvboost.messages import cited_texts, template_messages
 from llama_index.llms.kvboost.nodes import node_texts
 from llama_index.llms.kvboost.responses import Collector, Make, Response, whole
 
-from kvboost_rag.aio import iterate
+from kvboost_rag.adapters.aio import iterate
+from kvboost_rag.adapters.generation_kwargs import merge_params
+from kvboost_rag.adapters.registry import EngineSpec
+from kvboost_rag.adapters.tool_choice import chosen_tools
 from kvboost_rag.config import GenerationParams, ReuseConfig
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
-from kvboost_rag.generation_kwargs import merge_params
-from kvboost_rag.registry import EngineSpec
-from kvboost_rag.tool_choice import chosen_tools
 
 REUSE_SETTINGS = ("reuse", "repair", "recompute_ratio", "namespace", "strict")
 """Fields of `ReuseConfig` that a model or a single call may set."""

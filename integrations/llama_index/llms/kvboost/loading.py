@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvboost_rag.loading_kwargs import loading_options
-from kvboost_rag.registry import EngineSpec, adopt
+from kvboost_rag.adapters.loading_kwargs import loading_options
+from kvboost_rag.adapters.registry import EngineSpec, adopt
 
 if TYPE_CHECKING:
     from llama_index.llms.kvboost.arguments import KVBoostArguments

@@ -16,9 +16,9 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
+from kvboost_rag.adapters.result_summary import summary, usage_dict
+from kvboost_rag.adapters.tool_calls import AnswerStream, ParsedAnswer, parse_tool_calls
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
-from kvboost_rag.result_summary import summary, usage_dict
-from kvboost_rag.tool_calls import AnswerStream, ParsedAnswer, parse_tool_calls
 
 Response = TypeVar("Response", CompletionResponse, ChatResponse)
 

@@ -18,9 +18,9 @@ from llama_index.llms.kvboost.base import KVBoostLLM
 from llama_index.llms.kvboost.generation import generation, store_identity
 from llama_index.llms.kvboost.nodes import PROMPT_MODES, node_text, node_texts
 
+from kvboost_rag.adapters.indexing_jobs import can_be_chunk, tolerated
 from kvboost_rag.datamodels import WarmReport
-from kvboost_rag.indexing_jobs import can_be_chunk, tolerated
-from kvboost_rag.source_texts import SourceTexts
+from kvboost_rag.indexing.source_texts import SourceTexts
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class KVWarm(TransformComponent):
         docstore: the pipeline's; documents that it no longer holds are then forgotten with each run, also where
             nothing is to be warmed (docstore strategy `upserts_and_delete`).
         collection: keeps the documents of several docstores over one model apart.
-        progress: called with a `kvboost_rag.warm.WarmProgress` after each chunk.
+        progress: called with a `kvboost_rag.indexing.warm.WarmProgress` after each chunk.
 
     Raises:
         RuntimeError: when used in a worker process of the pipeline.

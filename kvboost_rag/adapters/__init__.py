@@ -1,0 +1,1 @@
+"""What only the framework integrations and the server share."""

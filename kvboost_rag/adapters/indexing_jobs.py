@@ -1,0 +1,34 @@
+"""What indexing through a framework has in common: texts that are no chunks, and trouble that must not end the job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvboost_rag.prompt.segments import canonical_text
+
+if TYPE_CHECKING:
+    from kvboost_rag.chunks.library import ChunkLibrary
+    from kvboost_rag.engine import KVBoost
+
+logger = logging.getLogger(__name__)
+
+
+def can_be_chunk(library: ChunkLibrary, text: str) -> bool:
+    """Whether a text has tokens, and not more than the model's context has room for."""
+    limit = library.max_chunk_tokens
+    num_tokens = len(library.tokens.document_ids(canonical_text(text)))
+    return num_tokens > 0 and (limit is None or num_tokens <= limit)
+
+
+@contextmanager
+def tolerated(engine: KVBoost, strict: bool | None = None) -> Iterator[None]:
+    """Log what fails inside: what is missing is encoded when it stands in a prompt. Strict jobs and engines raise."""
+    try:
+        yield
+    except Exception as error:
+        if strict or engine.config.strict:
+            raise
+        logger.warning("the KV of documents could not be brought up to date: %s", error, exc_info=error)

@@ -1,0 +1,1 @@
+"""Known chunks of one model: found in prompts, loaded or computed."""

@@ -1,0 +1,158 @@
+"""Chunks that are not stored, made out of near-duplicates that are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvboost_rag.chunks.library import ChunkLibrary, FetchedChunk, entry_of
+from kvboost_rag.datamodels import ChunkKV, ChunkRecord, HitKind
+from kvboost_rag.encode.donor import encode_from_donor
+from kvboost_rag.encode.similarity import DonorIndex, DonorPlan, DonorRules
+from kvboost_rag.kv import quantization
+from kvboost_rag.kv.assemble import PlacedChunk
+from kvboost_rag.stores.catalog.arrays_file import ArraysFile
+from kvboost_rag.stores.catalog.catalog import CatalogVersion
+
+logger = logging.getLogger(__name__)
+
+BATCH = 256
+"""Chunks whose signatures are brought up to date between two looks at the clock or the limit."""
+
+
+@dataclass
+class _Tenant:
+    index: DonorIndex
+    version: CatalogVersion
+
+
+class Donors:
+    """Finds donors for chunks that are not stored, and makes their KV out of them.
+
+    Contract:
+    - KV made here serves one request and is never put into the store: a chunk's own KV stays a pure function of its
+      tokens, its encoding context and the model. It is reported as `HitKind.DONOR`.
+    - A donor is a chunk of the same tenant and model whose KV is stored and was encoded behind the same context. A
+      chunk that becomes known through `register` takes over its donor's context, so that there can be such a donor.
+    - Signatures lie beside the catalog and survive a restart; what is missing or damaged is computed from the catalog.
+    - Methods may be called from any thread; `make` runs the model.
+    """
+
+    def __init__(self, library: ChunkLibrary, arrays: ArraysFile, rules: DonorRules | None = None) -> None:
+        self.library = library
+        self.rules = rules or DonorRules()
+        self._arrays = arrays
+        self._tenants: dict[str, _Tenant] = {}
+        self._lock = threading.RLock()
+        self._unavailable = False
+
+    def register(self, text: str, namespace: str) -> ChunkRecord:
+        """Make a text known, behind its donor's encoding context if it is new and has a donor.
+
+        Raises:
+            ValueError: the text cannot be a chunk.
+        """
+        record, catalog = self.library.describe(text, namespace), self.library.store.catalog
+        if catalog.get(record.content_hash) is None and (donor := self._donor_of(record)) is not None:
+            group = catalog.get_many(donor.neighbours)
+            if len(group) == len(donor.neighbours):
+                behind = [group[key] for key in donor.neighbours if key != record.content_hash]
+                record = self.library.with_neighbours(record, behind)
+        return catalog.add(record)
+
+    def make(self, record: ChunkRecord) -> FetchedChunk | None:
+        """The chunk's KV out of a donor's, or None if there is no donor worth it."""
+        encoder, identity = self.library.encoder, self.library.identity
+        if encoder is None or identity.sensitivity:  # a chunk's sensitivity cannot be taken from another text's
+            return None
+        job, check = self.library.check(record)
+        plan = self._plan(record, lambda donor: donor.neighbours == record.neighbours)
+        if plan is None or plan.num_reused < self.rules.min_saving * job.num_tokens:
+            return None
+        donor = self._load(plan.donor)
+        context = self._stored_context(record) if self.rules.context == "stored" else []
+        if donor is None or context is None:
+            return None
+        made = encode_from_donor(encoder.model, encoder.layout, job, plan, donor, context)
+        tensors, meta = quantization.encode(made.kv, identity.quantization)
+        entry = entry_of(record, check, tensors, meta | {"donor": plan.donor})
+        return FetchedChunk(record, entry, HitKind.DONOR, made.forwarded_tokens, False, None, made.computed_tokens)
+
+    def update(self, namespace: str, limit: int | None = None) -> bool:
+        """Sign the tenant's chunks that are not signed yet, at most `limit` of them; True if none is left."""
+        with self._lock:
+            tenant = self._tenant(namespace)
+            if tenant is None:
+                return True
+            catalog = self.library.store.catalog
+            version, last_seq = catalog.version(), tenant.version.last_seq
+            pending: list[str] = []
+            for seq, key, _ in catalog.texts(self.library.fingerprint, namespace, after=last_seq):
+                if limit is not None and len(pending) >= limit:
+                    break
+                last_seq = seq
+                if key not in tenant.index:
+                    pending.append(key)
+            else:
+                last_seq = version.last_seq
+            for start in range(0, len(pending), BATCH):
+                found = catalog.get_many(pending[start : start + BATCH])
+                tenant.index.add({key: known.token_ids for key, known in found.items()})
+            if version.removals != tenant.version.removals:
+                tenant.index.keep_only(catalog.hashes(namespace))
+            tenant.version = CatalogVersion(last_seq, version.removals)
+            return last_seq >= version.last_seq
+
+    def _tenant(self, namespace: str) -> _Tenant | None:
+        """What is known of a tenant's chunks; None if donors cannot be looked for, which is said once."""
+        if namespace not in self._tenants and not self._unavailable:
+            table = self._arrays.table(self.rules.signature_kind, self.library.fingerprint, namespace, np.uint32)
+            try:
+                self._tenants[namespace] = _Tenant(DonorIndex(self.rules, table), CatalogVersion(0, -1))
+            except ImportError as error:
+                logger.warning("chunks that are not stored are encoded whole: %s", error)
+                self._unavailable = True
+        return self._tenants.get(namespace)
+
+    def _donor_of(self, record: ChunkRecord) -> ChunkRecord | None:
+        plan = self._plan(record, lambda donor: record.content_hash not in donor.neighbours)
+        return None if plan is None else self.library.store.catalog.get(plan.donor)
+
+    def _plan(self, record: ChunkRecord, fits: Callable[[ChunkRecord], bool]) -> DonorPlan | None:
+        """The best donor among the stored chunks that fit."""
+        self.update(record.namespace, BATCH)
+        store = self.library.store
+
+        def token_ids_of(key: str) -> Sequence[int] | None:
+            donor = store.catalog.get(key) if key != record.content_hash and key in store else None
+            if donor is None or _frame(donor) != _frame(record) or not fits(donor):
+                return None
+            return donor.token_ids
+
+        with self._lock:
+            tenant = self._tenant(record.namespace)
+            return None if tenant is None else tenant.index.find(record.token_ids, token_ids_of)
+
+    def _load(self, key: str) -> ChunkKV | None:
+        record = self.library.store.catalog.get(key)
+        fetched = None if record is None else self.library.load(record)
+        return None if fetched is None else fetched.kv
+
+    def _stored_context(self, record: ChunkRecord) -> list[PlacedChunk] | None:
+        """Stored KV of the chunks in the encoding context, at their places; None if one is missing."""
+        placed, start = [], len(record.anchor_ids)
+        for key, ids in zip(record.neighbours, self.library.store.catalog.neighbour_tokens(record), strict=True):
+            kv = self._load(key)
+            if kv is None:
+                return None
+            placed.append(PlacedChunk(kv, start))
+            start += len(ids) + len(record.separator_ids)
+        return placed
+
+
+def _frame(record: ChunkRecord) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return record.anchor_ids, record.separator_ids

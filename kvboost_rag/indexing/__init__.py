@@ -1,0 +1,1 @@
+"""From a corpus to chunks with encoding contexts, encoded ahead of questions."""

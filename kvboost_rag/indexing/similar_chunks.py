@@ -1,0 +1,286 @@
+"""Automatic neighbours: the similar chunks that a new chunk is encoded behind, by embeddings kept beside the store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from kvboost_rag.chunks.library import ChunkLibrary
+from kvboost_rag.datamodels import ChunkRecord
+from kvboost_rag.indexing.embeddings import DEFAULT_MODEL, Embed, load_embedder, unit_vectors
+from kvboost_rag.indexing.neighbour_groups import group_chunks, group_neighbours
+from kvboost_rag.indexing.neighbours import NeighbourRules, Neighbours, RewarmPlan, choose_neighbours, plan_rewarm
+from kvboost_rag.indexing.vector_index import VectorIndex
+from kvboost_rag.models.errors import ModelLoadError
+from kvboost_rag.stores.catalog.arrays_file import ArraysFile
+from kvboost_rag.stores.catalog.chunk_arrays import ChunkArrays
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 32
+_NEVER_FITS = 2**62
+_ASSIGNED = "assigned"
+
+
+class NoEmbedderError(RuntimeError):
+    """Texts are to be compared and no embedding model can be loaded. The message says how to get one."""
+
+
+@dataclass
+class _Space:
+    """Vectors of one kind (one embedding model) of one tenant, in memory."""
+
+    arrays: ChunkArrays
+    index: VectorIndex = field(default_factory=VectorIndex)
+    last_seq: int = 0
+    removals: int = -1
+
+
+class SimilarChunks:
+    """Chooses encoding contexts by similarity, and remembers what it chose from.
+
+    Contract: a chunk's context is chosen once. It is kept if it names neighbours already, if its KV is stored, or if
+    it was chosen here before (also when nothing similar was known then); only `replan` with `NeighbourRules` gives
+    another one. Vectors lie in `arrays.sqlite` beside the store's catalog (in memory for a store in memory), per
+    embedding model, language model and tenant, and go when the chunk goes. Methods may be called from any thread.
+
+    Args:
+        library: whose chunks are compared.
+        arrays: where vectors are kept.
+        embedder: what `embeddings.load_embedder` takes; None: all-MiniLM-L6-v2, loaded at first use.
+    """
+
+    def __init__(self, library: ChunkLibrary, arrays: ArraysFile, embedder: Any = None) -> None:
+        self.library = library
+        self.arrays = arrays
+        self._embedder = embedder
+        self._embed: Embed | None = None
+        self._spaces: dict[tuple[str, str], _Space] = {}
+        self._no_embedder: str | None = None
+        self._lock = threading.RLock()
+
+    def assign(
+        self,
+        records: Sequence[ChunkRecord],
+        count: int,
+        embeddings: Any = None,
+        namespace: str = "",
+        groups: bool = False,
+    ) -> list[ChunkRecord]:
+        """Give those of `records` that have no encoding context yet one of up to `count` similar chunks.
+
+        Args:
+            records: known chunks of one tenant.
+            embeddings: their vectors `[num_records, dim]`, if the caller has them; such vectors are compared only with
+                vectors that callers gave, never with the embedder's.
+            groups: among themselves only: chains of up to `count` + 1, each behind those before it, to be encoded in
+                one forward.
+
+        Returns:
+            The records as the catalog has them now. Without an embedding model they come back as they are: that is
+            said once.
+
+        Raises:
+            ValueError: not one finite embedding a record, or of another dimension than those given before.
+        """
+        if not records:
+            return []
+        with self._lock:
+            try:
+                space = self._with_vectors(records, embeddings, namespace)
+            except NoEmbedderError as error:
+                if self._no_embedder is None:
+                    self._no_embedder = str(error)
+                    logger.warning("chunks are encoded without neighbours: %s", error)
+                return list(records)
+            open_ones = self._unassigned(records, namespace)
+            if groups:
+                chains = self._chains(space, list(open_ones), count)
+                self._write(group_neighbours(chains), open_ones, namespace, self._lengths(chains, open_ones))
+            else:
+                chosen = choose_neighbours(space.index, list(open_ones), self._num_tokens(), NeighbourRules(count))
+                self._write(chosen, open_ones, namespace)
+        catalog = self.library.store.catalog
+        found = catalog.get_many(r.content_hash for r in records)
+        return [found.get(r.content_hash, r) for r in records]
+
+    def replan(self, namespace: str, rules: NeighbourRules) -> RewarmPlan:
+        """What would change if all contexts were chosen anew today; nothing is changed.
+
+        Raises:
+            NoEmbedderError: no embedding model can be loaded.
+        """
+        with self._lock:
+            records = self._records(namespace)
+            space = self._with_vectors(records, None, namespace)
+            current = {r.content_hash: r.neighbours for r in records}
+            return plan_rewarm(space.index, current, self._num_tokens(), rules)
+
+    def apply(self, plan: RewarmPlan, namespace: str) -> list[ChunkRecord]:
+        """Give chunks the contexts of a plan; their stored KV becomes a miss. Returns their records."""
+        with self._lock:
+            known = self.library.store.catalog.get_many(plan.changes)
+            self._write(plan.changes, known, namespace)
+            found = self.library.store.catalog.get_many(known)
+        return list(found.values())
+
+    def forget(self, content_hashes: Iterable[str], namespace: str) -> None:
+        """Drop the vectors of chunks, from memory and disk; an embedding tells much of its text."""
+        keys = list(content_hashes)
+        if not keys:
+            return
+        with self._lock:
+            self.arrays.forget(keys)
+            for (tenant, _), space in self._spaces.items():
+                if tenant == namespace:
+                    space.index.remove(keys)
+
+    def _with_vectors(self, records: Sequence[ChunkRecord], embeddings: Any, namespace: str) -> _Space:
+        """The tenant's vectors, those of `records` among them."""
+        distinct = {r.content_hash: (i, r) for i, r in enumerate(records)}
+        if embeddings is not None:
+            vectors = unit_vectors(embeddings, len(records))
+            space = self._space(namespace, f"embedding/given/{vectors.shape[1]}")
+            space.arrays.put({key: vectors[i] for key, (i, _) in distinct.items()})
+            space.index.add(list(distinct), vectors[[i for i, _ in distinct.values()]])
+            return space
+        space = self._space(namespace, f"embedding/{self._embedder_name}")
+        missing = [r for key, (_, r) in distinct.items() if key not in space.index]
+        for start in range(0, len(missing), _BATCH):
+            self._add(space, missing[start : start + _BATCH])
+        return space
+
+    def _add(self, space: _Space, records: Sequence[ChunkRecord]) -> None:
+        keys = [r.content_hash for r in records]
+        known = space.arrays.get(keys)
+        fresh = [r for r in records if r.content_hash not in known]
+        if fresh:
+            vectors = self._load_embedder()([r.text for r in fresh])
+            known |= {r.content_hash: v for r, v in zip(fresh, vectors, strict=True)}
+            space.arrays.put({r.content_hash: known[r.content_hash] for r in fresh})
+        space.index.add(keys, np.stack([known[key] for key in keys]).astype(np.float32))
+
+    def _space(self, namespace: str, kind: str) -> _Space:
+        """The tenant's vectors, up to date with chunks that were added and removed elsewhere."""
+        space = self._spaces.get((namespace, kind))
+        if space is None:
+            space = _Space(self._arrays(kind, namespace, np.float32))
+            self._spaces[namespace, kind] = space
+        catalog, fingerprint = self.library.store.catalog, self.library.fingerprint
+        version = catalog.version()
+        new = [key for _, key, _ in catalog.texts(fingerprint, namespace, after=space.last_seq)]
+        held = space.arrays.get(key for key in new if key not in space.index)
+        if held:
+            space.index.add(list(held), np.stack(list(held.values())).astype(np.float32))
+        if space.removals != version.removals:
+            live = set(catalog.hashes(namespace))
+            gone = [key for key in space.arrays.keys() if key not in live]  # noqa: SIM118 - a table, not a dict
+            space.arrays.delete(gone)
+            space.index.remove(gone)
+        space.last_seq, space.removals = version.last_seq, version.removals
+        return space
+
+    def _unassigned(self, records: Sequence[ChunkRecord], namespace: str) -> dict[str, ChunkRecord]:
+        store = self.library.store
+        settled = self._arrays(_ASSIGNED, namespace, np.int8).get(r.content_hash for r in records)
+        return {
+            r.content_hash: r
+            for r in records
+            if not r.neighbours and r.content_hash not in settled and r.content_hash not in store
+        }
+
+    def _chains(self, space: _Space, keys: list[str], count: int) -> list[tuple[str, ...]]:
+        """Groups that fit into the model's context with their separators."""
+        room, limit = NeighbourRules().max_tokens, self.library.max_chunk_tokens
+        if limit is not None:
+            room = min(room, limit - count * len(self.library.identity.separator_ids))
+        return group_chunks(space.index, keys, self._num_tokens(), count + 1, room)
+
+    def _lengths(self, chains: list[tuple[str, ...]], records: dict[str, ChunkRecord]) -> dict[str, int]:
+        """Tokens of each group's forward, for every chunk in it; none for a chunk by itself."""
+        identity = self.library.identity
+        lengths: dict[str, int] = {}
+        for chain in (chain for chain in chains if len(chain) > 1):
+            total = len(identity.anchor_ids) + (len(chain) - 1) * len(identity.separator_ids)
+            lengths |= dict.fromkeys(chain, total + sum(len(records[key].token_ids) for key in chain))
+        return lengths
+
+    def _write(
+        self,
+        chosen: Neighbours,
+        records: dict[str, ChunkRecord],
+        namespace: str,
+        lengths: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Contexts into the catalog, as far as they fit into the model's context; then note that they are settled."""
+        catalog = self.library.store.catalog
+        for key, record in records.items():
+            group = catalog.get_many(chosen[key])
+            wanted = self.library.with_neighbours(record, [group[k] for k in chosen[key] if k in group])
+            wanted = replace(wanted, forward_tokens=lengths.get(key, 0))
+            if wanted != record:
+                catalog.replace(wanted)
+        self._arrays(_ASSIGNED, namespace, np.int8).put({key: np.zeros(0, np.int8) for key in records})
+
+    def _records(self, namespace: str) -> list[ChunkRecord]:
+        catalog = self.library.store.catalog
+        keys = [key for _, key, _ in catalog.texts(self.library.fingerprint, namespace)]
+        return list(catalog.get_many(keys).values())
+
+    def _num_tokens(self) -> dict[str, int]:
+        return _TokenCounts(self.library)
+
+    def _arrays(self, kind: str, namespace: str, dtype: Any) -> ChunkArrays:
+        return self.arrays.table(kind, self.library.fingerprint, namespace, dtype)
+
+    @property
+    def _embedder_name(self) -> str:
+        """Vectors of different names are never compared."""
+        model = self._embedder
+        if model is None or isinstance(model, (str, Path)):
+            return DEFAULT_MODEL if model is None else str(model)
+        name = next((getattr(model, a) for a in ("model_name", "model", "name") if _is_text(model, a)), "")
+        return f"{type(model).__module__}.{type(model).__qualname__}/{name}"
+
+    def _load_embedder(self) -> Embed:
+        if self._embed is not None:
+            return self._embed
+        if self._no_embedder is not None:
+            raise NoEmbedderError(self._no_embedder)
+        if self._embedder is not None:
+            self._embed = load_embedder(self._embedder)
+            return self._embed
+        from kvboost_rag.indexing.retrieval import MiniLM
+
+        try:
+            self._embed = load_embedder(MiniLM())
+        except ModelLoadError as error:
+            raise NoEmbedderError(
+                f"{error}; or give an embedder of your own (EncodingConfig(embedder=…)), or say neighbours=0"
+            ) from error
+        return self._embed
+
+
+class _TokenCounts(dict[str, int]):
+    """Tokens of chunks by content hash, read from the catalog when asked for; one that is gone fits nowhere."""
+
+    def __init__(self, library: ChunkLibrary) -> None:
+        super().__init__()
+        self._catalog = library.store.catalog
+
+    def __missing__(self, key: str) -> int:
+        record = self._catalog.get(key)
+        self[key] = _NEVER_FITS if record is None else len(record.token_ids)
+        return self[key]
+
+
+def _is_text(model: Any, attribute: str) -> bool:
+    value = getattr(model, attribute, None)
+    return isinstance(value, str) and bool(value)

@@ -1,0 +1,1 @@
+"""What happened, counted and timed; work that waits until nobody else does."""

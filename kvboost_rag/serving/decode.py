@@ -1,0 +1,237 @@
+"""Tokens out: transformers' own `generate` goes on from the repaired cache."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from kvboost_rag.config import ConfigError, GenerationParams
+from kvboost_rag.forward.row_forward import RowPass, RowPlan, row_forward, row_pass
+from kvboost_rag.models.hf_cache import BufferCache, cache_argument
+from kvboost_rag.prompt.detokenize import Detokenizer, StopMatcher
+from kvboost_rag.prompt.tokens import PromptTokens
+
+GENERATE_OBJECTS = ("logits_processor", "prefix_allowed_tokens_fn")
+
+
+class ContextOverflowError(ValueError):
+    """The prompt leaves no room for an answer.
+
+    Attributes:
+        prompt_tokens, context_tokens: what was asked for and what the model takes.
+    """
+
+    def __init__(self, prompt_tokens: int, context_tokens: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and the model's context holds {context_tokens}, answer included: "
+            "use fewer or shorter documents, or a model with a longer context"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A finished answer; `finish_reason` is `stop` (end token or stop string), `length` or `cancelled`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class DecodeStart:
+    """Where decoding starts.
+
+    Attributes:
+        token_ids: the whole prompt, `[prompt_len]`.
+        cache: over the buffer with everything in front of the rows still to compute, or None for plain prefill.
+        plan: rows of the final pass, or None if only what lies behind `cache.buffer.length` is to be computed.
+    """
+
+    token_ids: torch.Tensor
+    cache: BufferCache | None = None
+    plan: RowPlan | None = None
+
+
+class Decoder:
+    """Runs `generate` for one model. Not thread-safe; the engine calls it from its worker."""
+
+    def __init__(self, model: PreTrainedModel, tokens: PromptTokens, eos_token_ids: Sequence[int]) -> None:
+        self.model = model
+        self.tokens = tokens
+        self.eos_token_ids = tuple(eos_token_ids)
+
+    def run(
+        self,
+        start: DecodeStart,
+        params: GenerationParams,
+        on_text: Callable[[str], None],
+        on_token: Callable[[], None],
+        cancelled: threading.Event,
+    ) -> tuple[Decoded, RowPass | None]:
+        """Generate from `start`.
+
+        Args:
+            on_text: gets each piece of text as soon as no stop string can begin in it.
+            on_token: called after each token.
+            cancelled: checked after each token.
+        """
+        watch = _Watch(self.tokens, params.stop, self._end_ids(params), (on_text, on_token), cancelled)
+        extra = dict(params.extra or {})
+        criteria = [watch, *extra.pop("stopping_criteria", ())]
+        kwargs: dict[str, Any] = {name: extra.pop(name) for name in GENERATE_OBJECTS if name in extra}
+        kwargs["generation_config"] = self._generation_config(params, extra)
+        if start.cache is not None:
+            kwargs[cache_argument(self.model)] = start.cache
+        with self._final_pass(start) as rows, _seeded(params.seed, self.model.device):
+            self.model.generate(
+                start.token_ids[None],
+                attention_mask=torch.ones_like(start.token_ids)[None],
+                stopping_criteria=StoppingCriteriaList(criteria),
+                **kwargs,
+            )
+        return watch.finish(params.max_new_tokens), rows
+
+    @torch.no_grad()
+    def score(self, start: DecodeStart, continuation: Sequence[int]) -> torch.Tensor:
+        """Logits behind the prompt and behind each token of a given continuation, float32 `[len + 1, vocab_size]`."""
+        ids = torch.tensor(list(continuation), dtype=torch.long, device=start.token_ids.device)
+        if start.cache is None or start.plan is None:
+            done = start.cache.buffer.length if start.cache is not None else 0
+            rest = torch.cat([start.token_ids[done:], ids])
+            return self._append(rest, start.cache, done)[-(len(ids) + 1) :]
+        first = row_forward(self.model, start.cache.buffer, start.token_ids, start.plan).logits[None].float()
+        if not len(ids):
+            return first
+        return torch.cat([first, self._append(ids, start.cache, len(start.token_ids))])
+
+    def _append(self, ids: torch.Tensor, cache: BufferCache | None, position: int) -> torch.Tensor:
+        kwargs: dict[str, Any] = {} if cache is None else {cache_argument(self.model): cache}
+        positions = torch.arange(position, position + len(ids), device=ids.device)[None]
+        output = self.model(input_ids=ids[None], position_ids=positions, use_cache=cache is not None, **kwargs)
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    def _final_pass(self, start: DecodeStart) -> AbstractContextManager[RowPass | None]:
+        """Makes `generate`'s first forward the partial one, so that no forward is spent on getting started."""
+        if start.cache is None or start.plan is None:
+            return nullcontext()
+        start.cache.buffer.length = len(start.token_ids) - 1
+        return row_pass(self.model, start.cache, start.token_ids, start.plan)
+
+    def _end_ids(self, params: GenerationParams) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((*self.eos_token_ids, *params.stop_token_ids)))
+
+    def _generation_config(self, params: GenerationParams, extra: dict[str, Any]) -> GenerationConfig:
+        config = copy.deepcopy(self.model.generation_config)
+        settings: dict[str, Any] = {
+            "max_new_tokens": params.max_new_tokens,
+            "max_length": None,
+            "do_sample": params.do_sample and params.temperature != 0,
+            "num_beams": 1,
+            "return_dict_in_generate": False,
+            "eos_token_id": list(self._end_ids(params)) or None,
+            "pad_token_id": config.pad_token_id if config.pad_token_id is not None else self._pad_token_id(),
+        }
+        sampling = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "repetition_penalty": params.repetition_penalty,
+        }
+        settings |= {k: v for k, v in sampling.items() if v is not None}
+        if not settings["do_sample"]:
+            settings |= {"temperature": None, "top_p": None, "top_k": None}
+        if extra.get("num_beams", 1) != 1 or extra.get("num_return_sequences", 1) != 1:
+            raise ConfigError("one answer a call and no beam search: num_beams and num_return_sequences must be 1")
+        if unknown := sorted(name for name in extra if not hasattr(config, name)):
+            raise ConfigError(f"unknown generation parameter {', '.join(unknown)}")
+        config.update(**(settings | extra))
+        return config
+
+    def _pad_token_id(self) -> int:
+        return self.eos_token_ids[0] if self.eos_token_ids else 0
+
+
+class _Watch(StoppingCriteria):  # type: ignore[misc]
+    """Sees every new token: turns it into text, and says when to stop."""
+
+    def __init__(
+        self,
+        tokens: PromptTokens,
+        stop: tuple[str, ...],
+        eos_token_ids: tuple[int, ...],
+        callbacks: tuple[Callable[[str], None], Callable[[], None]],
+        cancelled: threading.Event,
+    ) -> None:
+        self._text = Detokenizer(tokens)
+        self._stops = StopMatcher(stop)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._on_text, self._on_token = callbacks
+        self._cancelled = cancelled
+        self._token_ids: list[int] = []
+        self._pieces: list[str] = []
+        self._reason: str | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self._reason is None:
+            self._accept(int(input_ids[0, -1]))
+        return torch.full((1,), self._reason is not None, device=input_ids.device)
+
+    def _accept(self, token: int) -> None:
+        self._token_ids.append(token)
+        if token in self._eos_token_ids:
+            self._reason = "stop"
+        else:
+            self._emit(self._stops.push(self._text.push(token)))
+            if self._stops.matched:
+                self._reason = "stop"
+        self._on_token()
+        if self._reason is None and self._cancelled.is_set():
+            self._reason = "cancelled"
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._on_text(text)
+
+    def finish(self, max_new_tokens: int) -> Decoded:
+        """Release what was held back and say how it ended."""
+        self._emit(self._stops.push(self._text.flush()))
+        self._emit(self._stops.flush())
+        # Whoever ended it early without our saying so was a stopping criterion of the caller.
+        unsaid = "length" if len(self._token_ids) >= max_new_tokens else "stop"
+        reason = "stop" if self._stops.matched else self._reason or unsaid
+        return Decoded("".join(self._pieces), tuple(self._token_ids), reason)
+
+
+class _seeded:  # noqa: N801 - reads as a context manager function
+    """Sampling from a seed of its own, without disturbing the caller's random state."""
+
+    def __init__(self, seed: int | None, device: torch.device) -> None:
+        self._seed = seed
+        self._gpus = [device] if device.type == "cuda" else []
+        self._fork: Any = None
+
+    def __enter__(self) -> None:
+        if self._seed is None:
+            return
+        # Only the model's device: torch's defaults initialise and seed every GPU of the machine.
+        self._fork = torch.random.fork_rng(devices=self._gpus)
+        self._fork.__enter__()
+        torch.default_generator.manual_seed(self._seed)
+        for gpu in self._gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(self._seed)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._fork is not None:
+            self._fork.__exit__(*exc)

@@ -1,0 +1,1 @@
+"""What is known about chunks, in SQLite."""

@@ -1,0 +1,219 @@
+"""What is remembered of chunks whether or not their KV is held: text, token ids, encoding context, sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvboost_rag.datamodels import ChunkRecord
+from kvboost_rag.kv.keys import content_hash as hash_of
+from kvboost_rag.kv.keys import encoding_context
+from kvboost_rag.stores.catalog import rows
+from kvboost_rag.stores.catalog.database import Database
+from kvboost_rag.stores.catalog.sources import SourceLinks
+
+PAGE = 1000
+
+
+@dataclass(frozen=True)
+class CatalogVersion:
+    """Changes when the catalog's chunks do, also when another process changed them.
+
+    Attributes:
+        last_seq: `texts(after=last_seq)` gives what was added since.
+        removals: grows with each removed chunk; an index of texts drops hits whose `get` is None, or is built anew.
+    """
+
+    last_seq: int
+    removals: int
+
+
+class Catalog(SourceLinks):
+    """Remembers `ChunkRecord`s in SQLite: in a file that several processes may share, or in memory.
+
+    The first record of a content hash wins, so that all writers encode a chunk behind the same context. Rows read
+    are checked against their hashes: a damaged row counts as absent.
+
+    Args:
+        database: a path, `":memory:"`, or a `Database` opened with (at least) `catalog_rows.SCHEMA`.
+
+    Raises:
+        DamagedDatabaseError: the file is not a readable database, or has an earlier schema version.
+        StoreError: the file has a later schema version.
+    """
+
+    def __init__(self, database: str | Path | Database = ":memory:") -> None:
+        if not isinstance(database, Database):
+            database = Database(database, rows.SCHEMA, rows.SCHEMA_VERSION)
+        self.database = database
+
+    def add(self, record: ChunkRecord) -> ChunkRecord:
+        """Remember `record` unless its content hash is known; returns the record that counts from now on."""
+        return self.add_many([record])[0]
+
+    def add_many(self, records: Sequence[ChunkRecord]) -> list[ChunkRecord]:
+        """`add` for many in one transaction. They may name each other as neighbours.
+
+        Raises:
+            ValueError: a record's content hash is not that of its token ids, or a neighbour is not known, is of
+                another model or namespace, or is the chunk itself. Nothing is added then.
+        """
+        with self.database.transaction() as db:
+            distinct = {r.content_hash: r for r in records}
+            known = self.get_many(distinct)
+            new = [r for r in distinct.values() if r.content_hash not in known]
+            for record in new:
+                rows.insert(db, record)
+            for record in new:
+                rows.set_context(db, record)
+        known.update((r.content_hash, r) for r in new)
+        return [known[r.content_hash] for r in records]
+
+    def restore(self, record: ChunkRecord, neighbour_tokens: Sequence[tuple[int, ...]]) -> None:
+        """`add` from a chunk file, which also holds its neighbours' token ids; unknown ones are kept as removed chunks.
+
+        Raises:
+            ValueError: as in `add_many`.
+        """
+        with self.database.transaction() as db:
+            if self.get(record.content_hash) is not None:
+                return
+            for neighbour, ids in zip(record.neighbours, neighbour_tokens, strict=True):
+                rows.insert_removed(db, record, neighbour, ids)
+            rows.insert(db, record)
+            rows.set_context(db, record, removed_allowed=True)
+
+    def replace(self, record: ChunkRecord) -> None:
+        """Give a known chunk another encoding context; the KV stored with the old one becomes a miss (`context`).
+
+        Raises:
+            KeyError: the chunk is not known.
+            ValueError: as in `add_many`.
+        """
+        with self.database.transaction() as db:
+            if not rows.is_live(db, record.content_hash):
+                raise KeyError(record.content_hash)
+            rows.set_anchor(db, record)
+            rows.drop_context(db, record.content_hash)
+            rows.set_context(db, record)
+            rows.purge(db)
+
+    def get(self, content_hash: str) -> ChunkRecord | None:
+        """The record of a chunk, or None."""
+        return self.get_many([content_hash]).get(content_hash)
+
+    def get_many(self, content_hashes: Iterable[str]) -> dict[str, ChunkRecord]:
+        """Records of those chunks that are known."""
+        wanted, found = list(content_hashes), {}
+        for start in range(0, len(wanted), PAGE):
+            for record in rows.select(self.database, wanted[start : start + PAGE]):
+                found[record.content_hash] = record
+        return found
+
+    def known(self, content_hashes: Iterable[str]) -> set[str]:
+        """Those content hashes that are known; their rows are not checked as `get_many` does."""
+        wanted = list(content_hashes)
+        found: set[str] = set()
+        for start in range(0, len(wanted), PAGE):
+            page = wanted[start : start + PAGE]
+            marks = ",".join("?" * len(page))
+            sql = f"SELECT content_hash FROM chunks WHERE content_hash IN ({marks}) AND NOT removed"
+            found.update(row[0] for row in self.database.read(sql, page))
+        return found
+
+    def context_ids(self, record: ChunkRecord) -> tuple[int, ...]:
+        """Token ids of the record's encoding context: the anchor, then its neighbours in order, separated.
+
+        Raises:
+            KeyError: a neighbour's token ids are not in the catalog.
+        """
+        tokens = self.neighbour_tokens(record)
+        return encoding_context(record, tokens)
+
+    def neighbour_tokens(self, record: ChunkRecord) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each neighbour, removed ones included. Raises KeyError as `context_ids` does."""
+        ids = rows.tokens(self.database, record.neighbours)
+        for neighbour in record.neighbours:
+            if neighbour not in ids or hash_of(record.fingerprint, record.namespace, ids[neighbour]) != neighbour:
+                raise KeyError(neighbour)
+        return tuple(ids[neighbour] for neighbour in record.neighbours)
+
+    def texts(self, fingerprint: str, namespace: str, after: int = 0) -> Iterator[tuple[int, str, str]]:
+        """`(seq, content_hash, text)` of the tenant's chunks added after `after`, oldest first."""
+        while True:
+            page = self.database.read(
+                "SELECT seq, content_hash, text FROM chunks WHERE namespace = ? AND fingerprint = ? AND seq > ? "
+                f"AND NOT removed ORDER BY seq LIMIT {PAGE}",
+                (namespace, fingerprint, after),
+            )
+            yield from page
+            if len(page) < PAGE:
+                return
+            after = page[-1][0]
+
+    def version(self) -> CatalogVersion:
+        """Cheap to ask before each request; see `CatalogVersion`."""
+        row = self.database.read(
+            "SELECT (SELECT coalesce(max(seq), 0) FROM chunks), (SELECT removals FROM catalog_state)"
+        )[0]
+        return CatalogVersion(*row)
+
+    def delete(self, content_hash: str) -> tuple[str, ...]:
+        """Forget a chunk: its text at once, its token ids as soon as no other chunk was encoded behind it.
+
+        Returns:
+            Content hashes of the chunks that were encoded behind it. Give them another context with `replace`.
+        """
+        with self.database.transaction() as db:
+            dependents = self.dependents(content_hash)
+            rows.remove(db, [content_hash])
+        return dependents
+
+    def dependents(self, content_hash: str) -> tuple[str, ...]:
+        """Content hashes of the chunks that were encoded behind this one."""
+        found = self.database.read(
+            "SELECT DISTINCT chunk FROM contexts WHERE neighbour = ? ORDER BY chunk", (content_hash,)
+        )
+        return tuple(row[0] for row in found)
+
+    def delete_namespace(self, namespace: str) -> tuple[str, ...]:
+        """Forget all chunks and sources of a tenant; returns the content hashes of its chunks."""
+        with self.database.transaction() as db:
+            found = db.execute("SELECT content_hash FROM chunks WHERE namespace = ?", (namespace,)).fetchall()
+            hashes = [row[0] for row in found]
+            db.execute("DELETE FROM sources WHERE namespace = ?", (namespace,))
+            rows.remove(db, hashes)
+            rows.purge_anchors(db)
+        self.database.wipe_log()
+        return tuple(hashes)
+
+    def purge(self) -> None:
+        """Drop what nothing refers to any more, and wipe it from the file and its log."""
+        with self.database.transaction() as db:
+            rows.purge(db)
+            rows.purge_anchors(db)
+        self.database.wipe_log()
+
+    def namespaces(self) -> tuple[str, ...]:
+        """Tenants that have chunks."""
+        found = self.database.read("SELECT DISTINCT namespace FROM chunks WHERE NOT removed ORDER BY namespace")
+        return tuple(row[0] for row in found)
+
+    def hashes(self, namespace: str | None = None, created_before: float | None = None) -> list[str]:
+        """Content hashes of all chunks, or of one tenant's, or of those remembered before a time (epoch seconds)."""
+        tenant = "AND namespace = ? " if namespace is not None else ""
+        found = self.database.read(
+            f"SELECT content_hash FROM chunks WHERE NOT removed {tenant}AND created < ? ORDER BY seq",
+            (*([namespace] if namespace is not None else []), 9e99 if created_before is None else created_before),
+        )
+        return [row[0] for row in found]
+
+    def __len__(self) -> int:
+        # Both counts come from an index; one with `NOT removed` would read every row.
+        both = "SELECT (SELECT count(*) FROM chunks) - (SELECT count(*) FROM chunks WHERE removed)"
+        return int(self.database.read(both)[0][0])
+
+    def close(self) -> None:
+        """Release the file."""
+        self.database.close()

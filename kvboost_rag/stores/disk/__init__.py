@@ -1,0 +1,1 @@
+"""Chunk KV on disk."""

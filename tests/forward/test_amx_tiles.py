@@ -1,0 +1,276 @@
+"""Partial forwards through a CPU's matrix tiles: what they give, when they are used, what happens if they are wrong."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kv_helpers import kv_at
+
+from kvboost_rag import GenerationParams, KVBoost
+from kvboost_rag.forward import amx_attention, amx_tiles, compiled_linear
+from kvboost_rag.forward.amx_attention import CompiledAttention
+from kvboost_rag.forward.attention_call import AttentionCall
+from kvboost_rag.forward.compiled_linear import CompiledLinear
+from kvboost_rag.forward.probe import probe
+from kvboost_rag.forward.row_forward import RowPlan, observe_rows, row_forward
+from kvboost_rag.forward.triton_attention import CausalRows
+from kvboost_rag.kv.buffer import KVBuffer
+from kvboost_rag.repair.query import AttentionMass
+from kvboost_rag.stores import MemoryStore
+
+pytest.importorskip("numba")
+
+from kvboost_kernels import amx
+
+pytestmark = pytest.mark.skipif(not amx.available(), reason="no matrix tiles on this machine")
+
+LENGTH = 203
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "num_hidden_layers": 4}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biases": ("qwen2", {}),
+    "windows, head sizes": ("gemma3_text", {"sliding_window": 40, "head_dim": 64, "num_hidden_layers": 7}),
+    "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+}
+ROWS = torch.tensor([3, 17, 18, 60, 99, 100, 101, 150, 170, *range(185, LENGTH)])
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> tuple[CompiledAttention, CompiledLinear]:
+    attention, linear = CompiledAttention(), CompiledLinear()
+    monkeypatch.setattr("kvboost_rag.forward.row_attention.COMPILED", attention)
+    monkeypatch.setattr("kvboost_rag.forward.row_forward.COMPILED", linear)
+    monkeypatch.setattr("kvboost_rag.forward.compiled_linear.COMPILED", linear)
+    return attention, linear
+
+
+def _model(tiny_model: Any, family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
+    model_type, fields = FAMILIES[family]
+    return tiny_model(model_type, dtype=dtype, **{**SIZES, **fields})
+
+
+def _pass(model: Any, observer: Any = None) -> torch.Tensor:
+    """Logits of a partial forward over buffers whose other positions are another text's."""
+    draw = torch.Generator().manual_seed(11)
+    ids, other = (torch.randint(3, 380, (LENGTH,), generator=draw) for _ in range(2))
+    layout = probe(model).require_layout
+    buffer = KVBuffer(layout, LENGTH + 7)
+    buffer.place(kv_at(model, layout, other, 0), 0)
+    if observer is not None:
+        observe_rows(model, buffer, ids, RowPlan(ROWS, observer=observer))
+    return row_forward(model, buffer, ids, RowPlan(ROWS)).logits.float()
+
+
+def _far(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_float32_as_nearly_as_torchs(
+    tiny_model: Any, tiles: tuple[CompiledAttention, CompiledLinear], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    model = _model(tiny_model, family).model
+    precise = copy.deepcopy(model).float()
+    ours = _pass(model)
+    assert all(kernel.checked and not kernel.refused for kernel in tiles)
+    with monkeypatch.context() as patched:
+        patched.setenv("KVBOOST_KERNELS", "off")
+        torchs = _pass(model)
+        exact = _pass(precise)
+    assert not torch.equal(ours, torchs)
+    assert _far(ours, exact) < 1.5 * _far(torchs, exact) + 0.005
+
+
+def test_measured_attention_is_torchs(
+    tiny_model: Any, tiles: tuple[CompiledAttention, CompiledLinear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model(tiny_model).model
+    ours, torchs = AttentionMass(1, 12, LENGTH), AttentionMass(1, 12, LENGTH)
+    _pass(model, ours)
+    assert {kind[0] for kind in tiles[0].checked} == {"attention", "mass"}
+    with monkeypatch.context() as patched:
+        patched.setenv("KVBOOST_KERNELS", "off")
+        _pass(model, torchs)
+    assert float(torchs.total.sum()) == pytest.approx(12 * 3, rel=1e-2)
+    torch.testing.assert_close(ours.total, torchs.total, rtol=5e-2, atol=2e-3)
+
+
+def test_a_soft_cap_is_left_to_torch(tiny_model: Any, tiles: tuple[CompiledAttention, CompiledLinear]) -> None:
+    fields = {**SIZES, "sliding_window": 40, "attn_implementation": "eager"}
+    _pass(tiny_model("gemma2", dtype=torch.bfloat16, **fields).model)
+    assert not tiles[0].checked
+    assert not tiles[0].refused
+
+
+def test_other_dtypes_and_plain_forwards_are_torchs(
+    tiny_model: Any, tiles: tuple[CompiledAttention, CompiledLinear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.Tensor] = []
+    with monkeypatch.context() as patched:  # nor is it found out what the mask amounts to
+        patched.setattr("kvboost_rag.forward.row_attention.causal_rows", lambda mask, rows: asked.append(mask))
+        _pass(_model(tiny_model, dtype=torch.float32).model)
+        assert not asked
+        assert not tiles[1].checked
+        _pass(_model(tiny_model).model)
+        assert asked
+    assert not tiles[0].checked
+    loaded = _model(tiny_model)
+    tiles[1].checked.clear()
+    with torch.no_grad():
+        loaded.model(torch.arange(5, 25)[None])
+    assert not tiles[1].checked
+    rows, weight = torch.ones(4, 32).bfloat16(), torch.nn.Parameter(torch.ones(16, 32).bfloat16())
+    with compiled_linear.RowProducts():
+        torch.nn.functional.linear(rows, weight).sum().backward()
+    assert weight.grad is not None
+    assert not tiles[1].checked
+
+
+@pytest.mark.parametrize("fault", ["differs", "raises", "cannot be compiled"])
+def test_what_is_wrong_is_not_used_and_said_once(
+    tiny_model: Any,
+    tiles: tuple[CompiledAttention, CompiledLinear],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    model = _model(tiny_model).model
+    with monkeypatch.context() as patched:
+        patched.setenv("KVBOOST_KERNELS", "off")
+        torchs = _pass(model)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if fault == "raises":
+            raise RuntimeError("broken")
+        heads, rows = query.shape[1:3]
+        output = torch.ones(1, rows, heads, value.shape[3], dtype=query.dtype)
+        return output, torch.ones(key.shape[1], heads // key.shape[1], rows)
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("broken")
+        return torch.ones(len(rows), len(weight), dtype=rows.dtype)
+
+    def loops() -> Any:
+        if fault == "cannot be compiled":
+            raise ImportError("numba needs another numpy")
+        return SimpleNamespace(attend_rows=attend, row_linear=multiply)
+
+    monkeypatch.setattr(amx_attention, "_loops", loops)
+    monkeypatch.setattr(compiled_linear, "_loops", loops)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(_pass(model), torchs)
+        assert torch.equal(_pass(model), torchs)
+    assert all(kernel.refused for kernel in tiles)
+    for name in ("row attention (numba)", "product (numba)"):
+        assert len([r for r in caplog.records if name in r.message]) == 1
+
+
+def test_mass_that_is_wrong_is_measured_by_torch(
+    tiny_model: Any, tiles: tuple[CompiledAttention, CompiledLinear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvboost_kernels.row_attention import cpu
+
+    model = _model(tiny_model).model
+    torchs, ours = AttentionMass(1, 12, LENGTH), AttentionMass(1, 12, LENGTH)
+    with monkeypatch.context() as patched:
+        patched.setenv("KVBOOST_KERNELS", "off")
+        _pass(model, torchs)
+    monkeypatch.setattr(cpu, "attention_mass", lambda query, key, *_, **__: torch.ones(key.shape[2]))
+    _pass(model, ours)
+    assert tiles[0].refused
+    torch.testing.assert_close(ours.total, torchs.total, rtol=5e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("missing", ["numba", "tiles"])
+def test_machines_without_are_left_alone(
+    tiny_model: Any,
+    tiles: tuple[CompiledAttention, CompiledLinear],
+    monkeypatch: pytest.MonkeyPatch,
+    missing: str,
+) -> None:
+    amx_tiles.can_compile.cache_clear()
+    if missing == "numba":
+        monkeypatch.setattr(amx_tiles, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(amx_tiles.Path, "read_text", lambda path: "flags : fpu avx2")
+    try:
+        assert not amx_tiles.can_compile()
+        _pass(_model(tiny_model).model)
+    finally:
+        amx_tiles.can_compile.cache_clear()
+    assert not tiles[0].checked
+    assert not tiles[1].checked
+
+
+@pytest.mark.parametrize("how", ["layers", "model"])
+def test_a_compiled_model_gives_the_same(
+    tiny_model: Any, tiles: tuple[CompiledAttention, CompiledLinear], how: str
+) -> None:
+    """A tracer must not follow the loops, which work on addresses."""
+    model = _model(tiny_model).model
+    plain = _pass(model)
+    for module in model.model.layers if how == "layers" else [model]:
+        module.compile(backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(_pass(model), plain, atol=5e-2, rtol=5e-2)
+    assert all(kernel.checked and not kernel.refused for kernel in tiles)
+
+
+def test_what_torch_can_do_is_left_to_it(tiles: tuple[CompiledAttention, CompiledLinear]) -> None:
+    linear = torch.nn.functional.linear
+    draw = torch.Generator().manual_seed(5)
+    rows, weight = (torch.randn(size, 64, generator=draw).bfloat16() for size in (6, 32))
+    bias = torch.randn(32, generator=draw).bfloat16()
+    calls = [
+        (rows, weight[0]),
+        (rows[0], weight),
+        (rows, weight[:0]),
+        (rows, weight, bias[:1]),
+        (rows[:, ::2], weight[:, ::2]),
+    ]
+    with torch.no_grad(), compiled_linear.RowProducts():
+        left = [linear(*call) for call in calls]
+        turned = linear(rows.T.contiguous().T, weight, bias=bias)
+        named = linear(input=rows, weight=weight)
+        with pytest.raises(RuntimeError):
+            linear(rows[:, :32], weight)
+        spoilt = linear(torch.full_like(rows, float("nan")), weight)
+    with torch.no_grad():
+        for call, found in zip(calls, left, strict=True):
+            assert torch.equal(linear(*call), found)
+        torch.testing.assert_close(turned, linear(rows, weight, bias), atol=3e-2, rtol=1e-2)
+        assert torch.equal(named, linear(rows, weight))
+    assert bool(spoilt.isnan().all())
+    assert not tiles[1].refused
+
+
+def test_large_logits_with_a_common_offset_are_no_disagreement(
+    tiles: tuple[CompiledAttention, CompiledLinear],
+) -> None:
+    """In bfloat16 plain torch rounds such logits beyond use; the comparison must not blame the tiles."""
+    draw = torch.Generator().manual_seed(6)
+    query, key, value = (torch.randn(1, 2, 50, 64, generator=draw).bfloat16() for _ in range(3))
+    query[..., 0], key[..., 0] = 30, 30
+    rows = torch.arange(50)
+    call = AttentionCall(query, key, (rows <= rows[:, None])[None, None], 0.125)
+    done = tiles[0].attend(call, value, CausalRows(rows, None))
+    assert done is not None
+    done[1].mass(20)
+    assert not tiles[0].refused
+
+
+def test_cold_answer_is_the_warm_one(tiny_model: Any, tiles: tuple[CompiledAttention, CompiledLinear]) -> None:
+    document = "one two three four five six seven eight " * 12
+    options = {"documents": [document], "repair": "query", "recompute_ratio": 0.2, "strict": True}
+    with KVBoost(_model(tiny_model), store=MemoryStore(1 << 28), profile=None) as engine:
+        cold, warm = (engine.logits(document + "what?", (5, 6, 7), **options) for _ in range(2))
+        answer = engine.generate(document + "what?", params=GenerationParams(max_new_tokens=4), **options)
+    assert torch.equal(cold, warm)
+    assert answer.usage.recomputed_tokens > 0
+    assert all(kernel.checked and not kernel.refused for kernel in tiles)
