@@ -61,7 +61,7 @@ def insert(store: DiskStore, size: int, args: argparse.Namespace) -> tuple[list[
         for number, record in zip(numbers, records, strict=True):
             if number % 10 == 0:  # ten chunks a source
                 group = [r.content_hash for r in records[number - start : number - start + 10]]
-                store.catalog.link(MODEL, TENANT, f"file-{number}", group)
+                store.catalog.sources.link(MODEL, TENANT, f"file-{number}", group)
             keys.append(record.content_hash)
         seconds += args.clock() - began
     return keys, seconds

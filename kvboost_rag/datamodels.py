@@ -116,7 +116,7 @@ class StoreEntry:
 
     Attributes:
         key: SHA-256 hex digest (content hash of a chunk or prefix hash of an exact block).
-        namespace, fingerprint: the tenant and the model it belongs to.
+        namespace, fingerprint: the namespace and the model it belongs to.
         token_ids: the ids whose KV this is.
         context_hash: hash of the encoding context (chunk), or the preceding block's prefix hash (exact block).
         tensors: the payload. Immutable once stored: readers must not write into it.

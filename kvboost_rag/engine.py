@@ -168,11 +168,11 @@ class KVBoost:
 
         Args:
             documents: chunk texts (or objects with `page_content` or `text`).
-            neighbours: what each document is encoded behind. `auto`: the most similar chunks of the tenant, as many as
+            neighbours: what each document is encoded behind. `auto`: the most similar chunks, as many as
                 `EncodingConfig.neighbours` says; a number: so many; None or 0: no chunks; or for each document the
                 texts, nearest last. Chosen for a chunk once and then kept, unless texts are given.
             embeddings: vectors of the documents, `[num_documents, dim]`, if you have them; else they are embedded.
-            namespace: tenant; default: the config's.
+            namespace: whose chunks; default: the config's.
             progress: called after each chunk.
             encode: False leaves it at making the documents known with their encoding contexts: they are encoded by
                 another process, or when they first stand in a prompt.
@@ -182,16 +182,16 @@ class KVBoost:
                 documents; nothing has been encoded then.
         """
         texts = document_texts(documents)
-        tenant = self._tenant(namespace)
+        namespace = self._namespace_of(namespace)
         if not self.probe.reusable:
             logger.warning("nothing was warmed: %s", self.probe.reason)
             return WarmReport(len(texts), 0, 0, len(texts), 0, 0, 0, 0.0)
         count, given = neighbour_choice(neighbours, self.encoding.neighbours or 0)
-        records = register_documents(self.library, texts, given, tenant)
+        records = register_documents(self.library, texts, given, namespace)
         if count:
-            records = self.similar.assign(records, count, embeddings, tenant, self.encoding.groups)
+            records = self.similar.assign(records, count, embeddings, namespace, self.encoding.groups)
         if self.config.resolve().donors:  # now, so that no request has to wait for it
-            self.donors.update(tenant)
+            self.donors.update(namespace)
         if not encode:
             return nothing_encoded(records)
         # Chunk by chunk, so that requests are served in between.
@@ -203,10 +203,10 @@ class KVBoost:
         Returns:
             How many of them are known now; those that cannot be chunks (empty, too long) are passed over.
         """
-        tenant = self._tenant(namespace)
+        namespace = self._namespace_of(namespace)
         if not self.probe.reusable:
             return 0
-        return self.library.register_all(document_texts(documents), tenant)
+        return self.library.register_all(document_texts(documents), namespace)
 
     def prefetch(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Say that documents will stand in a prompt soon: their stored KV is read into memory in the background.
@@ -214,8 +214,8 @@ class KVBoost:
         Returns:
             How many of them are known. Returns at once, and never computes anything.
         """
-        tenant = self._tenant(namespace)
-        known = self.library.known_texts(tenant)
+        namespace = self._namespace_of(namespace)
+        known = self.library.known_texts(namespace)
         keys = [key for text in document_texts(documents) if (key := known.key_of(text)) is not None]
         self.store.prefetch(dict.fromkeys(keys))
         return len(keys)
@@ -290,7 +290,7 @@ class KVBoost:
             prompt, document_texts(documents), params or GenerationParams(), resolved, strategy, template or {}, started
         )
 
-    def _tenant(self, namespace: str | None) -> str:
+    def _namespace_of(self, namespace: str | None) -> str:
         return self.config.namespace if namespace is None else check_namespace(namespace)
 
     @property
@@ -366,9 +366,9 @@ class KVBoost:
         Returns:
             How many were known.
         """
-        tenant = self._tenant(namespace)
-        keys = [self.library.describe(text, tenant).content_hash for text in document_texts(documents)]
-        return self._forget(keys, tenant)
+        namespace = self._namespace_of(namespace)
+        keys = [self.library.describe(text, namespace).content_hash for text in document_texts(documents)]
+        return self._forget(keys, namespace)
 
     def _forget(self, content_hashes: Sequence[str], namespace: str) -> int:
         known = self._worker.call(lambda: self.library.forget(content_hashes))

@@ -197,12 +197,12 @@ def test_jobs_use_every_gpu(model_folder, tmp_path, monkeypatch):
     assert sorted(used.values()) == ["cuda:0", "cuda:1"], "by one process each"
     with KVBoost(loaded, store="memory", encoding=encoding, profile=None) as engine:
         engine.warm(texts)
-        alone = {entry.key: entry for key in keys if (entry := engine.store._load(key)[0])}
+        alone = {entry.key: entry for key in keys if (entry := engine.store.load(key)[0])}
     store = open_store(tmp_path / "kv")
     try:
         assert set(store.keys()) == set(keys) == set(alone)
         for key in keys:
-            ours = store._load(key)[0]
+            ours = store.load(key)[0]
             assert ours is not None
             for name, tensor in alone[key].tensors.items():
                 torch.testing.assert_close(ours.tensors[name], tensor)

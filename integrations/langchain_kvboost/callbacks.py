@@ -24,7 +24,7 @@ class KVBoostPrefetchHandler(BaseCallbackHandler):
     Args:
         llm: the `ChatKVBoost` or `KVBoostLLM` that will answer (or its engine).
         document_prompt: as for `KVBoostWarmer`.
-        namespace: tenant; default: the model's.
+        namespace: whose chunks; default: the model's.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class KVBoostFields(BaseModel):
     neighbours: int | None = Field(default=None, ge=0)
     """Similar chunks that warmer and vector store encode a chunk behind; default: `EncodingConfig.neighbours` (4)."""
     namespace: str | None = None
-    """Tenant: documents of one are never used for another; default: the engine's."""
+    """Whose documents: those of one are never used for another; default: the engine's."""
     strict: bool = False
     """Raise on a fault in reuse instead of answering by plain prefill."""
     encoding: EncodingConfig | None = Field(default=None, repr=False)

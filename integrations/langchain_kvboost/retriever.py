@@ -33,7 +33,7 @@ class KVBoostRetriever(BaseRetriever):
     document_prompt: BasePromptTemplate[str] | None = None
     """As for `KVBoostWarmer`."""
     namespace: str | None = None
-    """Tenant; default: the model's."""
+    """Whose documents; default: the model's."""
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any

@@ -39,7 +39,7 @@ class KVBoostVectorStore(VectorStore):
         llm: the `ChatKVBoost` or `KVBoostLLM` that will answer (or its engine).
         neighbours: how many similar documents each is encoded behind; default: the model's. 0 embeds nothing.
         document_prompt: as for `KVBoostWarmer`.
-        namespace: tenant; default: the model's.
+        namespace: whose chunks; default: the model's.
         name: tells stores apart that share one KV store; default: the collection's name or the class.
     """
 

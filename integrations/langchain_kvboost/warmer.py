@@ -25,7 +25,7 @@ class KVBoostWarmer(BaseDocumentTransformer):
         neighbours: how many others; default: the model's. 0: documents are encoded alone and nothing is embedded.
         document_prompt: if the chain writes documents through a prompt of its own (a header with the source), that
             prompt, to warm header and text as one chunk. Default: the text alone; a header is then computed afresh.
-        namespace: tenant; default: the model's.
+        namespace: whose chunks; default: the model's.
     """
 
     def __init__(

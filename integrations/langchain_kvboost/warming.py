@@ -38,7 +38,7 @@ def engine_of(model: Any) -> KVBoost:
 
 
 def namespace_of(model: Any, namespace: str | None) -> str | None:
-    """The tenant: as given, else the model's own; None is the engine's default."""
+    """The namespace: as given, else the model's own; None is the engine's default."""
     if namespace is None and isinstance(model, KVBoostParameters):
         return model.namespace or None
     return namespace

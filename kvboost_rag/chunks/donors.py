@@ -25,7 +25,7 @@ BATCH = 256
 
 
 @dataclass
-class _Tenant:
+class _Signed:
     index: DonorIndex
     version: CatalogVersion
 
@@ -36,7 +36,7 @@ class Donors:
     Contract:
     - KV made here serves one request and is never put into the store: a chunk's own KV stays a pure function of its
       tokens, its encoding context and the model. It is reported as `HitKind.DONOR`.
-    - A donor is a chunk of the same tenant and model whose KV is stored and was encoded behind the same context. A
+    - A donor is a chunk of the same namespace and model whose KV is stored and was encoded behind the same context. A
       chunk that becomes known through `register` takes over its donor's context, so that there can be such a donor.
     - Signatures lie beside the catalog and survive a restart; what is missing or damaged is computed from the catalog.
     - Methods may be called from any thread; `make` runs the model.
@@ -46,7 +46,7 @@ class Donors:
         self.library = library
         self.rules = rules or DonorRules()
         self._arrays = arrays
-        self._tenants: dict[str, _Tenant] = {}
+        self._by_namespace: dict[str, _Signed] = {}
         self._lock = threading.RLock()
         self._unavailable = False
 
@@ -83,40 +83,40 @@ class Donors:
         return FetchedChunk(record, entry, HitKind.DONOR, made.forwarded_tokens, False, None, made.computed_tokens)
 
     def update(self, namespace: str, limit: int | None = None) -> bool:
-        """Sign the tenant's chunks that are not signed yet, at most `limit` of them; True if none is left."""
+        """Sign the namespace's chunks that are not signed yet, at most `limit` of them; True if none is left."""
         with self._lock:
-            tenant = self._tenant(namespace)
-            if tenant is None:
+            signed = self._signed(namespace)
+            if signed is None:
                 return True
             catalog = self.library.store.catalog
-            version, last_seq = catalog.version(), tenant.version.last_seq
+            version, last_seq = catalog.version(), signed.version.last_seq
             pending: list[str] = []
             for seq, key, _ in catalog.texts(self.library.fingerprint, namespace, after=last_seq):
                 if limit is not None and len(pending) >= limit:
                     break
                 last_seq = seq
-                if key not in tenant.index:
+                if key not in signed.index:
                     pending.append(key)
             else:
                 last_seq = version.last_seq
             for start in range(0, len(pending), BATCH):
                 found = catalog.get_many(pending[start : start + BATCH])
-                tenant.index.add({key: known.token_ids for key, known in found.items()})
-            if version.removals != tenant.version.removals:
-                tenant.index.keep_only(catalog.hashes(namespace))
-            tenant.version = CatalogVersion(last_seq, version.removals)
+                signed.index.add({key: known.token_ids for key, known in found.items()})
+            if version.removals != signed.version.removals:
+                signed.index.keep_only(catalog.hashes(namespace))
+            signed.version = CatalogVersion(last_seq, version.removals)
             return last_seq >= version.last_seq
 
-    def _tenant(self, namespace: str) -> _Tenant | None:
-        """What is known of a tenant's chunks; None if donors cannot be looked for, which is said once."""
-        if namespace not in self._tenants and not self._unavailable:
+    def _signed(self, namespace: str) -> _Signed | None:
+        """What is known of a namespace's chunks; None if donors cannot be looked for, which is said once."""
+        if namespace not in self._by_namespace and not self._unavailable:
             table = self._arrays.table(self.rules.signature_kind, self.library.fingerprint, namespace, np.uint32)
             try:
-                self._tenants[namespace] = _Tenant(DonorIndex(self.rules, table), CatalogVersion(0, -1))
+                self._by_namespace[namespace] = _Signed(DonorIndex(self.rules, table), CatalogVersion(0, -1))
             except ImportError as error:
                 logger.warning("chunks that are not stored are encoded whole: %s", error)
                 self._unavailable = True
-        return self._tenants.get(namespace)
+        return self._by_namespace.get(namespace)
 
     def _donor_of(self, record: ChunkRecord) -> ChunkRecord | None:
         plan = self._plan(record, lambda donor: record.content_hash not in donor.neighbours)
@@ -134,8 +134,8 @@ class Donors:
             return donor.token_ids
 
         with self._lock:
-            tenant = self._tenant(record.namespace)
-            return None if tenant is None else tenant.index.find(record.token_ids, token_ids_of)
+            signed = self._signed(record.namespace)
+            return None if signed is None else signed.index.find(record.token_ids, token_ids_of)
 
     def _load(self, key: str) -> ChunkKV | None:
         record = self.library.store.catalog.get(key)

@@ -144,7 +144,7 @@ class ChunkLibrary:
         self._lock = threading.Lock()
 
     def known_texts(self, namespace: str) -> KnownTexts:
-        """Texts of the tenant's chunks, up to date with what this and other processes added and removed."""
+        """Texts of the namespace's chunks, up to date with what this and other processes added and removed."""
         catalog = self.store.catalog
         with self._lock:
             version = catalog.version()

@@ -83,7 +83,7 @@ def locate(
     register: Callable[[str], ChunkRecord] | None,
     template: Mapping[str, Any],
 ) -> LocatedPrompt:
-    """Find the tenant's chunks in a prompt and tokenise it.
+    """Find the namespace's chunks in a prompt and tokenise it.
 
     Args:
         prompt: text, or chat messages that go through the tokenizer's chat template.

@@ -43,9 +43,9 @@ class PassageSearch:
         catalog, namespace = engine.store.catalog, engine.config.namespace
         chunks = [(key, text) for _, key, text in catalog.texts(engine.library.fingerprint, namespace)]
         if not chunks:
-            tenant = f" in namespace {namespace!r}" if namespace else ""
+            where = f" in namespace {namespace!r}" if namespace else ""
             raise CorpusError(
-                f"nothing has been warmed for {engine.name} ({engine.model.dtype}){tenant}: kvboost-rag warm PATH"
+                f"nothing has been warmed for {engine.name} ({engine.model.dtype}){where}: kvboost-rag warm PATH"
             )
         self._catalog, self._embedder, self._texts = catalog, embedder, dict(chunks)
         self._index = VectorIndex()
@@ -54,4 +54,6 @@ class PassageSearch:
     def nearest(self, question: str, count: int) -> list[Passage]:
         """The `count` passages nearest to the question, the nearest last, next to the question."""
         hits = self._index.nearest(self._embedder.embed([question]), count)[0]
-        return [Passage(hit.key, self._texts[hit.key], self._catalog.sources_of(hit.key)) for hit in reversed(hits)]
+        return [
+            Passage(hit.key, self._texts[hit.key], self._catalog.sources.of_chunk(hit.key)) for hit in reversed(hits)
+        ]

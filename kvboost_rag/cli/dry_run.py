@@ -74,14 +74,14 @@ def _preview(
         ids = [tokens.document_ids(text.strip()) for text in texts]
         keys = [content_hash(fingerprint, namespace, i) for i in ids]
         num_tokens |= dict(zip(keys, map(len, ids), strict=True))
-        held = disk.catalog.chunks_of(namespace, source, fingerprint) if disk is not None else ()
+        held = disk.catalog.sources.chunks_of(namespace, source, fingerprint) if disk is not None else ()
         groups["new" if not held else "unchanged" if list(held) == keys else "changed"].append(source)
         lost[source] = set(held) - set(keys)
     gone: list[str] = []
     if disk is not None:
-        known = [source for _, source in disk.catalog.sources(namespace)]
+        known = [source for _, source in disk.catalog.sources.all(namespace)]
         gone = gone_of(known, list(chunks), empty, folders)
-        lost |= {source: set(disk.catalog.chunks_of(namespace, source)) for source in gone}
+        lost |= {source: set(disk.catalog.sources.chunks_of(namespace, source)) for source in gone}
     missing = [key for key in num_tokens if disk is None or key not in disk]
     return Preview(
         tuple(groups["new"]),
@@ -98,7 +98,7 @@ def _preview(
 def _num_orphans(disk: DiskStore, lost: dict[str, set[str]]) -> int:
     """Chunks that no source would have any more."""
     chunks = {key for keys in lost.values() for key in keys}
-    return sum(all(key in lost.get(owner, ()) for owner in disk.catalog.sources_of(key)) for key in chunks)
+    return sum(all(key in lost.get(owner, ()) for owner in disk.catalog.sources.of_chunk(key)) for key in chunks)
 
 
 def _print(preview: Preview) -> None:

@@ -29,9 +29,11 @@ def evict(
         ),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Forget everything; with --namespace, everything of that tenant.")
+        bool, typer.Option("--all", help="Forget everything; with --namespace, everything of that namespace.")
     ] = False,
-    namespace: Annotated[str | None, typer.Option(help="Tenant. Default: the unnamed one; for --all: all.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Whose chunks. Default: the unnamed one; for --all: all.")
+    ] = None,
 ) -> None:
     """Remove a source, what is unused, or everything. Processes that run keep what they hold in memory.
 
@@ -71,8 +73,8 @@ def _evict_source(disk: DiskStore, namespace: str, source: str) -> Removed:
             return delete_source(disk, namespace, name)
         except KeyError:
             continue
-    tenant = f" in namespace {namespace!r}" if namespace else ""
-    raise StoreError(f"no source {source!r}{tenant}: kvboost-rag inspect --sources lists them")
+    where = f" in namespace {namespace!r}" if namespace else ""
+    raise StoreError(f"no source {source!r}{where}: kvboost-rag inspect --sources lists them")
 
 
 def _evict_by(disk: DiskStore, older_than_days: float | None, namespace: str | None) -> Removed:

@@ -72,6 +72,6 @@ def source_table(catalog: Catalog) -> Table:
     """One line for each source."""
     table = Table("namespace", "source", title="sources", title_justify="left")
     table.add_column("chunks", justify="right")
-    for namespace, source in catalog.sources():
-        table.add_row(namespace or "(default)", source, f"{len(catalog.chunks_of(namespace, source)):,}")
+    for namespace, source in catalog.sources.all():
+        table.add_row(namespace or "(default)", source, f"{len(catalog.sources.chunks_of(namespace, source)):,}")
     return table

@@ -42,7 +42,7 @@ MetricsPort = Annotated[
     int | None,
     typer.Option(min=1, max=65535, help="Serve Prometheus metrics on this port of 127.0.0.1 while the command runs."),
 ]
-Namespace = Annotated[str, typer.Option(help="Tenant: chunks of other namespaces are never used.")]
+Namespace = Annotated[str, typer.Option(help="Whose chunks: chunks of other namespaces are never used.")]
 ChunkTokens = Annotated[int, typer.Option(help="Tokens of a chunk at most: 64, 128, 256 or 512.")]
 Neighbours = Annotated[
     int | None,

@@ -101,7 +101,7 @@ class DocumentIndex:
             source_id: any text that is not empty; one that is known is changed.
             texts: chunk texts in order (or objects with `page_content` or `text`); empty ones are left out.
             embeddings, neighbours, progress: as in `KVBoost.warm`; embeddings for all of `texts`.
-            namespace: tenant; default: the config's.
+            namespace: whose chunks; default: the config's.
 
         Raises:
             TypeError, ValueError: a source id or a text that cannot be used; nothing has been changed then.
@@ -136,22 +136,24 @@ class DocumentIndex:
         ready = ready_sources(sources)
         if self._library.encoder is None:
             raise RuntimeError("this model's KV cannot be reused, so its documents are not indexed")
-        tenant = self._tenant(namespace)
-        new = self._register(ready, tenant)
-        old = {source_id: self.chunks_of(source_id, namespace=tenant) for source_id in ready}
+        namespace = self._namespace_of(namespace)
+        new = self._register(ready, namespace)
+        old = {source_id: self.chunks_of(source_id, namespace=namespace) for source_id in ready}
         catalog, fingerprint = self._library.store.catalog, self._library.fingerprint
         for source_id in ready:
             # Old and new until the old are forgotten, so that no chunk is ever without a source.
-            catalog.link(fingerprint, tenant, source_id, list(dict.fromkeys([*old[source_id], *new[source_id]])))
+            catalog.sources.link(
+                fingerprint, namespace, source_id, list(dict.fromkeys([*old[source_id], *new[source_id]]))
+            )
         removed = {source_id: set(old[source_id]) - set(new[source_id]) for source_id in ready}
         # Before anything is encoded: the old version of a text is the likeliest neighbour of the new one.
-        forgotten = self._forget(self._only_of(removed), tenant)
+        forgotten = self._forget(self._library.store.catalog.sources.only_of(removed), namespace)
         for source_id in ready:
-            catalog.link(fingerprint, tenant, source_id, new[source_id])
+            catalog.sources.link(fingerprint, namespace, source_id, new[source_id])
         texts = [text for source in ready.values() for text in source.texts]
         embeddings = joined_embeddings(ready.values())
         report = self._warm(
-            texts, neighbours=neighbours, embeddings=embeddings, namespace=tenant, progress=progress, encode=encode
+            texts, neighbours=neighbours, embeddings=embeddings, namespace=namespace, progress=progress, encode=encode
         )
         num_new = sum(len(set(keys)) for keys in new.values())
         num_added = sum(len(set(new[source_id]) - set(old[source_id])) for source_id in ready)
@@ -164,8 +166,8 @@ class DocumentIndex:
         Raises:
             KeyError: no such source; and what `add` raises.
         """
-        tenant = self._tenant(options.get("namespace"))
-        if not self.has(source_id, namespace=tenant):
+        namespace = self._namespace_of(options.get("namespace"))
+        if not self.has(source_id, namespace=namespace):
             raise KeyError(f"no source {source_id!r}; `add` makes one")
         return self.add(source_id, texts, embeddings, **options)
 
@@ -186,41 +188,41 @@ class DocumentIndex:
         Raises:
             StoreError: as `stores.maintenance.forget`; call again.
         """
-        tenant, catalog = self._tenant(namespace), self._library.store.catalog
-        chunks = {source_id: set(catalog.chunks_of(tenant, source_id)) for source_id in source_ids}
+        namespace, catalog = self._namespace_of(namespace), self._library.store.catalog
+        chunks = {source_id: set(catalog.sources.chunks_of(namespace, source_id)) for source_id in source_ids}
         known = {source_id: keys for source_id, keys in chunks.items() if keys}
         if not known:
             return 0
         # The chunks first: if this stops in the middle, the sources are still there and can be deleted again.
-        forgotten = self._forget(self._only_of(known), tenant)
+        forgotten = self._forget(self._library.store.catalog.sources.only_of(known), namespace)
         for source_id in known:
-            catalog.unlink(tenant, source_id)
+            catalog.sources.unlink(namespace, source_id)
         catalog.database.wipe_log()
         return forgotten
 
     def preview(self, source_id: str, texts: Sequence[Any], *, namespace: str | None = None) -> SourceChange:
         """What `add` would do, without doing it or remembering anything."""
-        tenant = self._tenant(namespace)
+        namespace = self._namespace_of(namespace)
         store = self._library.store
-        described = [self._library.describe(t, tenant) for t in document_texts(texts) if canonical_text(t)]
+        described = [self._library.describe(t, namespace) for t in document_texts(texts) if canonical_text(t)]
         wanted = {r.content_hash: r.text for r in described}
-        lost = [key for key in self.chunks_of(source_id, namespace=tenant) if key not in wanted]
-        known = store.catalog.get_many(self._only_of({source_id: lost}))
+        lost = [key for key in self.chunks_of(source_id, namespace=namespace) if key not in wanted]
+        known = store.catalog.get_many(self._library.store.catalog.sources.only_of({source_id: lost}))
         to_encode = tuple(text for key, text in wanted.items() if key not in store)
         return SourceChange(to_encode, tuple(record.text for record in known.values()))
 
     def sources(self, *, namespace: str | None = None) -> list[str]:
-        """Source ids of a tenant, in order of their names."""
-        return [source for _, source in self._library.store.catalog.sources(self._tenant(namespace))]
+        """Source ids of a namespace, in order of their names."""
+        return [source for _, source in self._library.store.catalog.sources.all(self._namespace_of(namespace))]
 
     def has(self, source_id: str, *, namespace: str | None = None) -> bool:
         """Whether a source is known, with or without chunks of this model."""
-        return bool(self._library.store.catalog.chunks_of(self._tenant(namespace), source_id))
+        return bool(self._library.store.catalog.sources.chunks_of(self._namespace_of(namespace), source_id))
 
     def chunks_of(self, source_id: str, *, namespace: str | None = None) -> tuple[str, ...]:
         """Content hashes of a source's chunks for this model, in order; none for an unknown source."""
         catalog = self._library.store.catalog
-        return catalog.chunks_of(self._tenant(namespace), source_id, self._library.fingerprint)
+        return catalog.sources.chunks_of(self._namespace_of(namespace), source_id, self._library.fingerprint)
 
     def _register(self, sources: Mapping[str, ReadySource], namespace: str) -> dict[str, list[str]]:
         """Content hashes of each source's chunks, which are known from now on."""
@@ -228,14 +230,5 @@ class DocumentIndex:
         records = iter(register_documents(self._library, texts, None, namespace))
         return {key: [next(records).content_hash for _ in source.all_texts] for key, source in sources.items()}
 
-    def _only_of(self, chunks: Mapping[str, Iterable[str]]) -> list[str]:
-        """Those of the sources' chunks that no other source has."""
-        owners: dict[str, set[str]] = {}
-        for source_id, keys in chunks.items():
-            for key in keys:
-                owners.setdefault(key, set()).add(source_id)
-        sources_of = self._library.store.catalog.sources_of
-        return [key for key, owned in owners.items() if owned.issuperset(sources_of(key))]
-
-    def _tenant(self, namespace: str | None) -> str:
+    def _namespace_of(self, namespace: str | None) -> str:
         return self._namespace if namespace is None else check_namespace(namespace)

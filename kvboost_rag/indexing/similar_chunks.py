@@ -35,7 +35,7 @@ class NoEmbedderError(RuntimeError):
 
 @dataclass
 class _Space:
-    """Vectors of one kind (one embedding model) of one tenant, in memory."""
+    """Vectors of one kind (one embedding model) of one namespace, in memory."""
 
     arrays: ChunkArrays
     index: VectorIndex = field(default_factory=VectorIndex)
@@ -49,7 +49,7 @@ class SimilarChunks:
     Contract: a chunk's context is chosen once. It is kept if it names neighbours already, if its KV is stored, or if
     it was chosen here before (also when nothing similar was known then); only `replan` with `NeighbourRules` gives
     another one. Vectors lie in `arrays.sqlite` beside the store's catalog (in memory for a store in memory), per
-    embedding model, language model and tenant, and go when the chunk goes. Methods may be called from any thread.
+    embedding model, language model and namespace, and go when the chunk goes. Methods may be called from any thread.
 
     Args:
         library: whose chunks are compared.
@@ -77,7 +77,7 @@ class SimilarChunks:
         """Give those of `records` that have no encoding context yet one of up to `count` similar chunks.
 
         Args:
-            records: known chunks of one tenant.
+            records: known chunks of one namespace.
             embeddings: their vectors `[num_records, dim]`, if the caller has them; such vectors are compared only with
                 vectors that callers gave, never with the embedder's.
             groups: among themselves only: chains of up to `count` + 1, each behind those before it, to be encoded in
@@ -138,12 +138,12 @@ class SimilarChunks:
             return
         with self._lock:
             self.arrays.forget(keys)
-            for (tenant, _), space in self._spaces.items():
-                if tenant == namespace:
+            for (name, _), space in self._spaces.items():
+                if name == namespace:
                     space.index.remove(keys)
 
     def _with_vectors(self, records: Sequence[ChunkRecord], embeddings: Any, namespace: str) -> _Space:
-        """The tenant's vectors, those of `records` among them."""
+        """The namespace's vectors, those of `records` among them."""
         distinct = {r.content_hash: (i, r) for i, r in enumerate(records)}
         if embeddings is not None:
             vectors = unit_vectors(embeddings, len(records))
@@ -168,7 +168,7 @@ class SimilarChunks:
         space.index.add(keys, np.stack([known[key] for key in keys]).astype(np.float32))
 
     def _space(self, namespace: str, kind: str) -> _Space:
-        """The tenant's vectors, up to date with chunks that were added and removed elsewhere."""
+        """The namespace's vectors, up to date with chunks that were added and removed elsewhere."""
         space = self._spaces.get((namespace, kind))
         if space is None:
             space = _Space(self._arrays(kind, namespace, np.float32))

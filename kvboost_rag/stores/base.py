@@ -83,7 +83,7 @@ class Store(ABC):
 
     def lookup(self, key: str, check: EntryCheck) -> tuple[StoreEntry | None, str | None]:
         """`get`, and where that is None the reason why a found entry was not used (None: nothing was found)."""
-        entry, reason = self._load(key)
+        entry, reason = self.load(key)
         if entry is not None:
             reason = mismatch(entry, key, check)
         with self._lock:
@@ -107,7 +107,7 @@ class Store(ABC):
         logger.warning(message, *args)
 
     @abstractmethod
-    def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
+    def load(self, key: str) -> tuple[StoreEntry | None, str | None]:
         """The entry as stored, or (None, reason). Reason None = simply not there. Must not raise."""
 
     def _on_hit(self, entry: StoreEntry) -> None:  # noqa: B027 - a hook, empty where uses do not matter

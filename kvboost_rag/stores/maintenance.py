@@ -1,4 +1,4 @@
-"""Taking things out of a store by chunk, source, tenant or age: KV in every tier, text, and what depends on it."""
+"""Taking things out of a store by chunk, source, namespace or age: KV in every tier, text, and what depends on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def forget(store: Store, content_hashes: Iterable[str]) -> Removed:
     """Forget chunks: their text, their KV, and everything that was computed from them.
 
     Chunks encoded behind a forgotten one lose their KV and get an encoding context without it. Exact blocks of the
-    same tenant are removed too: any of them may hold the chunk's tokens, and what is missing is computed again.
+    same namespace are removed too: any of them may hold the chunk's tokens, and what is missing is computed again.
     Nothing of the chunk is left in any tier of this process; other processes that share the folder serve from their
     memory tiers until they evict.
 
@@ -62,19 +62,19 @@ def delete_source(store: Store, namespace: str, source_id: str) -> Removed:
         KeyError: no such source.
         StoreError: as `forget`.
     """
-    if (namespace, source_id) not in store.catalog.sources(namespace):
+    if (namespace, source_id) not in store.catalog.sources.all(namespace):
         raise KeyError(source_id)
     # The chunks first: if this stops in the middle, the source is still there and can be deleted again.
-    chunks = store.catalog.chunks_of(namespace, source_id)
-    alone = [c for c in dict.fromkeys(chunks) if store.catalog.sources_of(c) == (source_id,)]
+    chunks = store.catalog.sources.chunks_of(namespace, source_id)
+    alone = [c for c in dict.fromkeys(chunks) if store.catalog.sources.of_chunk(c) == (source_id,)]
     removed = forget(store, alone)
-    store.catalog.unlink(namespace, source_id)
+    store.catalog.sources.unlink(namespace, source_id)
     store.catalog.database.wipe_log()
     return removed
 
 
 def delete_namespace(store: Store, namespace: str) -> Removed:
-    """Remove everything of a tenant: KV in every tier, text, sources.
+    """Remove everything of a namespace: KV in every tier, text, sources.
 
     Raises:
         StoreError: as `forget`.
@@ -99,19 +99,19 @@ def evict_unused(store: Store, seconds: float, now: float | None = None) -> Remo
 
 
 def evict_all(store: Store) -> Removed:
-    """Remove all KV and forget all chunks and sources of all tenants.
+    """Remove all KV and forget all chunks and sources of all namespaces.
 
     Raises:
         StoreError: as `forget`.
     """
     num_entries = sum(store.delete(info.key) for info in list(store.entries()))
-    namespaces = {*store.catalog.namespaces(), *(namespace for namespace, _ in store.catalog.sources())}
+    namespaces = {*store.catalog.namespaces(), *(namespace for namespace, _ in store.catalog.sources.all())}
     num_chunks = sum(len(store.catalog.delete_namespace(namespace)) for namespace in namespaces)
     return Removed(num_chunks, 0, num_entries)
 
 
 def _delete_unknown(store: Store, namespace: str) -> int:
-    """Delete the tenant's entries that are no known chunks: exact blocks, and KV left over from a crash."""
+    """Delete the namespace's entries that are no known chunks: exact blocks, and KV left over from a crash."""
     held = [info.key for info in store.entries() if info.namespace == namespace]
     known = store.catalog.known(held)
     return sum(store.delete(key) for key in held if key not in known)

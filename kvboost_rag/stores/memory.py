@@ -126,7 +126,7 @@ class MemoryStore(Store):
         # What torch's allocator of page-locked memory takes.
         return sum(1 << (t.numel() * t.element_size() - 1).bit_length() for t in entry.tensors.values() if t.numel())
 
-    def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
+    def load(self, key: str) -> tuple[StoreEntry | None, str | None]:
         with self._lock:
             if self._policy.is_expired(key):
                 self._drop(key, "expired")

@@ -77,7 +77,7 @@ class TieredStore(Store):
             self._fast.unpin(entry.key)
             return self._home.put(entry)
         # What waits is the copy in memory: the given tensors may hold an accelerator's until the disk has caught up.
-        entry = self._fast._load(entry.key)[0] or entry
+        entry = self._fast.load(entry.key)[0] or entry
         with self._written:
             if entry.key in self._pending:
                 self._fast.unpin(entry.key)
@@ -164,10 +164,10 @@ class TieredStore(Store):
         for tier in self.tiers:
             tier.close()
 
-    def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
+    def load(self, key: str) -> tuple[StoreEntry | None, str | None]:
         reason = None
         for tier in self.tiers:
-            entry, why_not = tier._load(key)
+            entry, why_not = tier.load(key)
             if entry is not None:
                 return entry, None
             reason = why_not or reason
@@ -181,7 +181,7 @@ class TieredStore(Store):
             for tier in reversed(tiers):
                 # A device copies from page-locked memory while others go on, from any other it would wait.
                 if tier.put(entry) and tier is not tiers[0]:
-                    entry = tier._load(entry.key)[0] or entry
+                    entry = tier.load(entry.key)[0] or entry
 
     def _count(self, reason: str | None, hit: bool) -> None:
         with self._lock:
@@ -213,7 +213,7 @@ class TieredStore(Store):
         try:
             deletions, reason = self._deletions, None
             for depth, tier in enumerate(self.tiers):
-                entry, reason = tier._load(key)
+                entry, reason = tier.load(key)
                 if entry is not None:
                     self._copy_up(entry, self.tiers[:depth], deletions)
                     return

@@ -8,11 +8,11 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
-from tests.test_cli import Letters, summary
 
 from kvboost_rag.cli import options
 from kvboost_rag.config import ConfigError
 from kvboost_rag.stores import DiskStore
+from tests.cli.test_cli import Letters, summary
 
 FILES = {
     "store.md": "# Store\n\n" + "The store holds keys and values of every document. " * 12,
@@ -181,7 +181,7 @@ def test_evict_what_is_unused_and_everything(run, warmed, disk):
     assert code == 0, err
     assert "0 B on disk" in out
     assert len(disk()) == len(disk().catalog) == 0
-    assert disk().catalog.sources() == []
+    assert disk().catalog.sources.all() == []
 
 
 @pytest.mark.usefixtures("warmed")

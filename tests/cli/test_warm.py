@@ -150,7 +150,7 @@ def test_watch_follows_files_and_ends_at_ctrl_c(warm, documents, monkeypatch, ca
     assert reports[3]["dropped"] > 0
     assert "missing" in out
     assert "stopped watching" in out
-    names = [os.path.basename(source) for _, source in catalog(lambda store: store.catalog.sources())]
+    names = [os.path.basename(source) for _, source in catalog(lambda store: store.catalog.sources.all())]
     assert sorted(names) == ["apple.txt", "new.txt", "tide.txt"]
 
 

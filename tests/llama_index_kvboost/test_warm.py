@@ -167,7 +167,7 @@ def test_text_shared_by_documents_stays_until_the_last_is_gone(llm: KVBoostLLM) 
 def test_collections_and_other_sources_are_left_alone(llm: KVBoostLLM) -> None:
     engine = llm.engine
     report = engine.warm([TEXTS[2]])
-    engine.store.catalog.link(engine.library.fingerprint, "", "notes.txt", report.content_hashes)
+    engine.store.catalog.sources.link(engine.library.fingerprint, "", "notes.txt", report.content_hashes)
     one, two = KVWarm(llm=llm, collection="one"), KVWarm(llm=llm, collection="two")
     one(SPLITTER(documents()[:1]))
     two(SPLITTER(documents()[1:2]))

@@ -115,32 +115,32 @@ def test_the_version_tells_of_another_processes_changes(tmp_path: Path) -> None:
 
 def test_sources_share_chunks_until_the_last_lets_go(catalog: Catalog) -> None:
     a, b, c = (r.content_hash for r in catalog.add_many([build_record(n) for n in (1, 50, 100)]))
-    assert catalog.link(FINGERPRINT, "", "one.md", [a, b, a]) == ()
-    assert catalog.link(FINGERPRINT, "", "two.md", [b]) == ()
-    assert catalog.chunks_of("", "one.md") == (a, b, a)
-    assert catalog.sources() == [("", "one.md"), ("", "two.md")]
-    assert catalog.sources_of(b) == ("one.md", "two.md")
-    assert catalog.link(FINGERPRINT, "", "one.md", [c]) == (a,)
-    assert catalog.unlink("", "two.md") == (b,)
-    assert catalog.unlink("", "two.md") == ()
-    assert catalog.unlink("", "one.md") == (c,)
-    assert catalog.sources() == []
+    assert catalog.sources.link(FINGERPRINT, "", "one.md", [a, b, a]) == ()
+    assert catalog.sources.link(FINGERPRINT, "", "two.md", [b]) == ()
+    assert catalog.sources.chunks_of("", "one.md") == (a, b, a)
+    assert catalog.sources.all() == [("", "one.md"), ("", "two.md")]
+    assert catalog.sources.of_chunk(b) == ("one.md", "two.md")
+    assert catalog.sources.link(FINGERPRINT, "", "one.md", [c]) == (a,)
+    assert catalog.sources.unlink("", "two.md") == (b,)
+    assert catalog.sources.unlink("", "two.md") == ()
+    assert catalog.sources.unlink("", "one.md") == (c,)
+    assert catalog.sources.all() == []
 
 
 def test_a_source_of_another_model_or_tenant_is_left_alone(catalog: Catalog) -> None:
     a, b = (r.content_hash for r in catalog.add_many([build_record(1), build_record(50)]))
-    catalog.link(FINGERPRINT, "", "doc", [a])
-    assert catalog.link("model-b", "", "doc", [b]) == ()
-    assert catalog.link(FINGERPRINT, "tenant", "doc", []) == ()
-    assert catalog.chunks_of("", "doc", FINGERPRINT) == (a,)
-    assert set(catalog.unlink("", "doc")) == {a, b}
+    catalog.sources.link(FINGERPRINT, "", "doc", [a])
+    assert catalog.sources.link("model-b", "", "doc", [b]) == ()
+    assert catalog.sources.link(FINGERPRINT, "tenant", "doc", []) == ()
+    assert catalog.sources.chunks_of("", "doc", FINGERPRINT) == (a,)
+    assert set(catalog.sources.unlink("", "doc")) == {a, b}
 
 
 def test_deleting_a_namespace_leaves_nothing_of_it_in_the_file(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "c.sqlite")
     kept = catalog.add(build_record(1))
     gone = catalog.add_many([build_record(n, namespace="tenant-x", anchor=(99,)) for n in range(300, 340)])
-    catalog.link(FINGERPRINT, "tenant-x", "secret.md", [gone[0].content_hash])
+    catalog.sources.link(FINGERPRINT, "tenant-x", "secret.md", [gone[0].content_hash])
     assert set(catalog.delete_namespace("tenant-x")) == {r.content_hash for r in gone}
     assert catalog.get(kept.content_hash) == kept
     files = b"".join(p.read_bytes() for p in tmp_path.iterdir())

@@ -110,8 +110,8 @@ def test_sources_through_an_engine(tiny_model, tmp_path: Path) -> None:
     engine = KVBoost(tiny_model("llama"), store=tmp_path)
     report = engine.warm(DOCUMENTS)
     catalog, fingerprint = engine.store.catalog, engine.library.fingerprint
-    catalog.link(fingerprint, "", "a.md", report.content_hashes[:2])
-    catalog.link(fingerprint, "", "b.md", report.content_hashes[1:])
+    catalog.sources.link(fingerprint, "", "a.md", report.content_hashes[:2])
+    catalog.sources.link(fingerprint, "", "b.md", report.content_hashes[1:])
     assert delete_source(engine.store, "", "a.md").num_chunks == 1
     assert hits(engine) == [HitKind.APPROXIMATE] * 2
     engine.close()

@@ -33,8 +33,8 @@ def fill(store: Store) -> tuple[StoreEntry, StoreEntry, StoreEntry]:
     entries = build_entry(90100), build_entry(1, context=neighbour.token_ids), build_entry(50)
     for name, entry in zip(("n.md", "r.md", "o.md"), entries, strict=True):
         store.put(entry)
-        store.catalog.link(FINGERPRINT, "", name, [entry.key])
-    store.catalog.link(FINGERPRINT, "", "both.md", [record.content_hash, other.content_hash])
+        store.catalog.sources.link(FINGERPRINT, "", name, [entry.key])
+    store.catalog.sources.link(FINGERPRINT, "", "both.md", [record.content_hash, other.content_hash])
     store.flush()
     return entries
 
@@ -83,7 +83,7 @@ def test_a_deleted_namespace_leaves_nothing_in_the_folder(tmp_path: Path) -> Non
     record = store.catalog.add(build_record(77, namespace="tenant-7"))
     store.put(build_entry(77, namespace="tenant-7"))
     store.put(exact_block((1, 2), namespace="tenant-7"))
-    store.catalog.link(FINGERPRINT, "tenant-7", "seven.md", [record.content_hash])
+    store.catalog.sources.link(FINGERPRINT, "tenant-7", "seven.md", [record.content_hash])
     store.flush()
     assert b"tenant-7" in all_bytes(tmp_path)
     removed = delete_namespace(store, "tenant-7")
@@ -112,7 +112,7 @@ def test_evicting_all(tmp_path: Path) -> None:
     removed = evict_all(store)
     assert (removed.num_chunks, removed.num_entries) == (3, 4)
     assert not any(store.bytes_held.values())
-    assert store.catalog.sources() == []
+    assert store.catalog.sources.all() == []
     assert b"text" not in all_bytes(tmp_path / "chunks")
 
 

@@ -31,7 +31,7 @@ class ArraysFile:
         self._lock = threading.RLock()
 
     def table(self, kind: str, fingerprint: str, namespace: str, dtype: Any) -> ChunkArrays:
-        """Arrays of one kind, model and tenant."""
+        """Arrays of one kind, model and namespace."""
         return ChunkArrays(self._open(), kind, fingerprint, namespace, dtype)
 
     def forget(self, keys: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from kvboost_rag.kv.keys import content_hash as hash_of
 from kvboost_rag.kv.keys import encoding_context
 from kvboost_rag.stores.catalog import rows
 from kvboost_rag.stores.catalog.database import Database
-from kvboost_rag.stores.catalog.sources import SourceLinks
+from kvboost_rag.stores.catalog.sources import Sources
 
 PAGE = 1000
 
@@ -29,7 +29,7 @@ class CatalogVersion:
     removals: int
 
 
-class Catalog(SourceLinks):
+class Catalog:
     """Remembers `ChunkRecord`s in SQLite: in a file that several processes may share, or in memory.
 
     The first record of a content hash wins, so that all writers encode a chunk behind the same context. Rows read
@@ -47,6 +47,7 @@ class Catalog(SourceLinks):
         if not isinstance(database, Database):
             database = Database(database, rows.SCHEMA, rows.SCHEMA_VERSION)
         self.database = database
+        self.sources = Sources(database)
 
     def add(self, record: ChunkRecord) -> ChunkRecord:
         """Remember `record` unless its content hash is known; returns the record that counts from now on."""
@@ -140,7 +141,7 @@ class Catalog(SourceLinks):
         return tuple(ids[neighbour] for neighbour in record.neighbours)
 
     def texts(self, fingerprint: str, namespace: str, after: int = 0) -> Iterator[tuple[int, str, str]]:
-        """`(seq, content_hash, text)` of the tenant's chunks added after `after`, oldest first."""
+        """`(seq, content_hash, text)` of the namespace's chunks added after `after`, oldest first."""
         while True:
             page = self.database.read(
                 "SELECT seq, content_hash, text FROM chunks WHERE namespace = ? AND fingerprint = ? AND seq > ? "
@@ -178,7 +179,7 @@ class Catalog(SourceLinks):
         return tuple(row[0] for row in found)
 
     def delete_namespace(self, namespace: str) -> tuple[str, ...]:
-        """Forget all chunks and sources of a tenant; returns the content hashes of its chunks."""
+        """Forget all chunks and sources of a namespace; returns the content hashes of its chunks."""
         with self.database.transaction() as db:
             found = db.execute("SELECT content_hash FROM chunks WHERE namespace = ?", (namespace,)).fetchall()
             hashes = [row[0] for row in found]
@@ -196,15 +197,15 @@ class Catalog(SourceLinks):
         self.database.wipe_log()
 
     def namespaces(self) -> tuple[str, ...]:
-        """Tenants that have chunks."""
+        """Namespaces that have chunks."""
         found = self.database.read("SELECT DISTINCT namespace FROM chunks WHERE NOT removed ORDER BY namespace")
         return tuple(row[0] for row in found)
 
     def hashes(self, namespace: str | None = None, created_before: float | None = None) -> list[str]:
-        """Content hashes of all chunks, or of one tenant's, or of those remembered before a time (epoch seconds)."""
-        tenant = "AND namespace = ? " if namespace is not None else ""
+        """Content hashes of all chunks, or of one namespace's, or of those remembered before a time (epoch seconds)."""
+        scope = "AND namespace = ? " if namespace is not None else ""
         found = self.database.read(
-            f"SELECT content_hash FROM chunks WHERE NOT removed {tenant}AND created < ? ORDER BY seq",
+            f"SELECT content_hash FROM chunks WHERE NOT removed {scope}AND created < ? ORDER BY seq",
             (*([namespace] if namespace is not None else []), 9e99 if created_before is None else created_before),
         )
         return [row[0] for row in found]

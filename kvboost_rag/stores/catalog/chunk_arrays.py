@@ -44,9 +44,9 @@ def forget_chunks(database: Database, keys: Iterable[str]) -> None:
 
 
 class ChunkArrays:
-    """One-dimensional arrays under chunk keys, of one kind, model and tenant.
+    """One-dimensional arrays under chunk keys, of one kind, model and namespace.
 
-    Contract: `put` is durable when it returns and replaces older arrays; arrays of another kind, model or tenant are
+    Contract: `put` is durable when it returns and replaces older arrays; arrays of another kind, model or namespace are
     never seen. Several threads and processes may share the database.
 
     Args:

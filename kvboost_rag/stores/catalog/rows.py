@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS chunks (
     created REAL NOT NULL,
     removed INTEGER NOT NULL DEFAULT 0);
 
-CREATE INDEX IF NOT EXISTS chunks_by_tenant ON chunks (namespace, fingerprint, seq);
+CREATE INDEX IF NOT EXISTS chunks_by_namespace ON chunks (namespace, fingerprint, seq);
 
 CREATE INDEX IF NOT EXISTS live_chunks ON chunks (namespace, seq, content_hash, created) WHERE NOT removed;
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvboost_rag.stores.catalog.database import Database
 
 
-class SourceLinks:
-    """The part of the catalog that maps source ids (file names, document ids) to chunks.
+class Sources:
+    """Maps source ids (file names, document ids) to chunks. Get it as `Catalog.sources`.
 
     A chunk that several sources share is theirs until the last of them lets go of it.
     """
 
-    database: Database
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def link(self, fingerprint: str, namespace: str, source_id: str, content_hashes: Sequence[str]) -> tuple[str, ...]:
         """Say that a source now has exactly these chunks, in order, for the model `fingerprint`.
@@ -22,7 +23,7 @@ class SourceLinks:
         Returns:
             Chunks it had before and that no source has any more. They are still known: delete them, or keep them.
         """
-        with self.database.transaction() as db:
+        with self._database.transaction() as db:
             before = self.chunks_of(namespace, source_id, fingerprint)
             db.execute(
                 "DELETE FROM sources WHERE namespace = ? AND source_id = ? AND fingerprint = ?",
@@ -36,34 +37,42 @@ class SourceLinks:
 
     def unlink(self, namespace: str, source_id: str) -> tuple[str, ...]:
         """Forget a source, for every model; returns the chunks that no source has any more."""
-        with self.database.transaction() as db:
+        with self._database.transaction() as db:
             before = self.chunks_of(namespace, source_id)
             db.execute("DELETE FROM sources WHERE namespace = ? AND source_id = ?", (namespace, source_id))
             return self._unreferenced(before)
 
     def chunks_of(self, namespace: str, source_id: str, fingerprint: str | None = None) -> tuple[str, ...]:
         """Content hashes of a source's chunks in order, for one model or (None) all of them."""
-        found = self.database.read(
+        found = self._database.read(
             "SELECT chunk FROM sources WHERE namespace = ? AND source_id = ? "
             "AND fingerprint = coalesce(?, fingerprint) ORDER BY fingerprint, place",
             (namespace, source_id, fingerprint),
         )
         return tuple(row[0] for row in found)
 
-    def sources(self, namespace: str | None = None) -> list[tuple[str, str]]:
-        """`(namespace, source_id)` of all sources, or of one tenant's."""
-        return self.database.read(
+    def all(self, namespace: str | None = None) -> list[tuple[str, str]]:
+        """`(namespace, source_id)` of all sources, or of those of one namespace."""
+        return self._database.read(
             "SELECT DISTINCT namespace, source_id FROM sources WHERE namespace = coalesce(?, namespace) "
             "ORDER BY namespace, source_id",
             (namespace,),
         )
 
-    def sources_of(self, content_hash: str) -> tuple[str, ...]:
+    def of_chunk(self, content_hash: str) -> tuple[str, ...]:
         """Source ids that have a chunk."""
-        found = self.database.read(
+        found = self._database.read(
             "SELECT DISTINCT source_id FROM sources WHERE chunk = ? ORDER BY source_id", (content_hash,)
         )
         return tuple(row[0] for row in found)
+
+    def only_of(self, chunks: Mapping[str, Iterable[str]]) -> list[str]:
+        """Of chunks by source id (of one namespace) those that no other source has."""
+        owners: dict[str, set[str]] = {}
+        for source_id, keys in chunks.items():
+            for key in keys:
+                owners.setdefault(key, set()).add(source_id)
+        return [key for key, owned in owners.items() if owned.issuperset(self.of_chunk(key))]
 
     def state(self) -> str:
         """A digest of which chunks are known and whose they are: equal as long as nothing of that changed."""
@@ -72,9 +81,9 @@ class SourceLinks:
             "SELECT * FROM sources ORDER BY namespace, source_id, fingerprint, place",
             "SELECT content_hash FROM chunks WHERE NOT removed ORDER BY content_hash",
         ):
-            digest.update(repr(self.database.read(query)).encode())
+            digest.update(repr(self._database.read(query)).encode())
         return digest.hexdigest()
 
     def _unreferenced(self, chunks: Iterable[str]) -> tuple[str, ...]:
         gone = dict.fromkeys(chunks)
-        return tuple(c for c in gone if not self.database.read("SELECT 1 FROM sources WHERE chunk = ? LIMIT 1", (c,)))
+        return tuple(c for c in gone if not self._database.read("SELECT 1 FROM sources WHERE chunk = ? LIMIT 1", (c,)))

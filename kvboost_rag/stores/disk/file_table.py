@@ -134,8 +134,10 @@ class FileTable:
             + ("" if key is None else "WHERE key = ?"),
             () if key is None else (key,),
         )
-        for key, tenant, fingerprint, num_tokens, num_bytes, created, last_used, meta in found:
-            yield EntryInfo(key, tenant, fingerprint, num_tokens, num_bytes, created, last_used, meta=json.loads(meta))
+        for key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta in found:
+            yield EntryInfo(
+                key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta=json.loads(meta)
+            )
 
     def uses_after(self, seq: int) -> tuple[int, list[tuple[str, EntryUse]]]:
         """Files added after `seq` (by any process), those unused longest first, and the last `seq`."""

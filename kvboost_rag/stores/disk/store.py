@@ -128,7 +128,7 @@ class DiskStore(Store):
         super().close()
         self.folder.close()
 
-    def _load(self, key: str) -> tuple[StoreEntry | None, str | None]:
+    def load(self, key: str) -> tuple[StoreEntry | None, str | None]:
         try:
             if self.account.is_expired(key):
                 self._try_drop(key, "expired")

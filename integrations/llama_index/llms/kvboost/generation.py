@@ -18,7 +18,7 @@ def generation(engine: Any) -> str:
     otherwise what was made and then deleted by somebody would look as if it had never been.
     """
     catalog = engine.store.catalog
-    state = catalog.state()
+    state = catalog.sources.state()
     seen = _GENERATIONS.get(catalog)
     if seen is None or seen[0] != state:
         seen = _GENERATIONS[catalog] = state, uuid.uuid4().hex

@@ -77,7 +77,7 @@ class KVWarm(TransformComponent):
         return self._report
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Fields, and in `warmed_into` what the pipeline's cache has to tell apart: model, tenant, store, changes."""
+        """Fields, and in `warmed_into` what tells cached runs apart: model, namespace, store, changes."""
         self._refuse_worker()
         engine = self.llm.engine
         into = [engine.library.fingerprint, self._namespace, store_identity(engine), generation(engine)]
