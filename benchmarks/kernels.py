@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from kvboost_kernels.deviation import attention_kl, deviation
 from kvboost_kernels.place_chunk import Chunk, Quantised, Rotation, place_chunk
 from kvboost_kernels.row_attention import row_attention
 
@@ -68,8 +67,6 @@ def build_cases(shape: Shape, compile_flex: bool = True) -> list[Case]:
         _place("place_chunk, keys int8, values int4", shape, quantised=True),
         _attention("row_attention, scattered rows", shape, compile_flex, mass=False),
         _attention("row_attention, question with mass", shape, compile_flex, mass=True),
-        _deviation(shape),
-        _kl(shape),
     ]
 
 
@@ -146,35 +143,6 @@ def _qkv(shape: Shape, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch
     query = torch.randn(1, shape.heads, num_rows, shape.head_dim, dtype=shape.dtype, device=shape.device)
     size = (1, shape.kv_heads, shape.tokens, shape.head_dim)
     return query, *(torch.randn(size, dtype=shape.dtype, device=shape.device) for _ in range(2))  # type: ignore[return-value]
-
-
-def _deviation(shape: Shape) -> Case:
-    size = (1, shape.kv_heads, shape.tokens, shape.head_dim)
-    parts = [torch.randn(size, dtype=shape.dtype, device=shape.device) for _ in range(4)]
-    moved = sum(t.numel() * t.element_size() for t in parts)
-
-    def call(backend: str) -> Call:
-        def run() -> tuple[torch.Tensor, ...]:
-            found = deviation(*parts, backend=backend)  # type: ignore[arg-type]
-            return found.keys, found.values
-
-        return run
-
-    return Case("deviation, one layer", call("auto"), {"torch": call("reference")}, moved, tolerance=1e-3)
-
-
-def _kl(shape: Shape) -> Case:
-    rows = torch.arange(shape.tokens - shape.rows, shape.tokens, device=shape.device)
-    query, key, _ = _qkv(shape, len(rows))
-    other = key + 0.1 * torch.randn_like(key)
-    arguments, scaling = (query, key, other, rows), shape.head_dim**-0.5
-    pairs = int((rows + 1).sum()) * shape.heads
-    moved = (query.numel() + 2 * key.numel()) * key.element_size()
-    calls = (
-        lambda: (attention_kl(*arguments, scaling=scaling),),
-        lambda: (attention_kl(*arguments, scaling=scaling, backend="reference"),),
-    )
-    return Case("attention_kl", calls[0], {"torch": calls[1]}, moved, pairs * shape.head_dim * 4, tolerance=1e-3)
 
 
 def check(case: Case) -> float:

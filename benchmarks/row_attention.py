@@ -1,12 +1,12 @@
-"""Attention and products of few rows on a CPU: by torch, and by the loops that numba compiles for matrix tiles.
+"""Attention of few rows on a CPU: by torch, and by the loops that numba compiles for matrix tiles.
 
 usage: python benchmarks/row_attention.py [--tokens 4139] [--rounds 9]
 
 Shapes of SmolLM2-135M in bfloat16, as in a partial forward over a prompt of 16 documents: the 54 rows of a question,
-and with 204 document rows that repair chose. Every layer has keys, values and weights of its own, so that nothing is in
-core's cache because the layer before had it. Times are medians over all 30 layers in ms: SDPA with one mask, torch's
-attention in blocks (`models/attention_blocks.py`), the tiles, attention mass by torch and by the tiles, then the seven
-products of a layer. Outputs are compared first.
+and with 204 document rows that repair chose. Every layer has keys and values of its own, so that nothing is in core's
+cache because the layer before had it. Times are medians over all 30 layers in ms: SDPA with one mask, torch's attention
+in blocks (`forward/attention_blocks.py`), attention mass by torch, and where the processor has matrix tiles both by
+them. Outputs are compared first.
 """
 
 from __future__ import annotations
@@ -20,26 +20,15 @@ from dataclasses import dataclass
 import torch
 from kvbench.machine import this_machine
 from kvbench.tables import plain_table
-from torch.nn.functional import linear
 
 from kvboost_rag.forward.amx_attention import CompiledAttention
 from kvboost_rag.forward.amx_tiles import can_compile
 from kvboost_rag.forward.attention_blocks import attend_blocks, attend_masked, plan_blocks
 from kvboost_rag.forward.attention_call import AttentionCall
-from kvboost_rag.forward.compiled_linear import CompiledLinear
 from kvboost_rag.forward.triton_attention import CausalRows
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 30, 9, 3, 64, 576, 1536
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 QUESTION = 54
-WEIGHTS = (
-    (HIDDEN, HIDDEN),
-    (192, HIDDEN),
-    (192, HIDDEN),
-    (HIDDEN, HIDDEN),
-    (INNER, HIDDEN),
-    (INNER, HIDDEN),
-    (HIDDEN, INNER),
-)
 
 
 @dataclass
@@ -87,18 +76,6 @@ def attention(rows: torch.Tensor, tokens: int, clock: Clock) -> dict[str, float]
     return clock.medians(runs)
 
 
-def products(num_rows: int, clock: Clock) -> dict[str, float]:
-    """The products of all layers."""
-    draw = torch.Generator().manual_seed(2)
-    weights = [torch.randn(shape, generator=draw).bfloat16() for _ in range(LAYERS) for shape in WEIGHTS]
-    rows = {size: torch.randn(num_rows, size, generator=draw).bfloat16() for size in (HIDDEN, INNER)}
-    tiles = CompiledLinear()
-    runs: dict[str, Callable[[], object]] = {"products": lambda: [linear(rows[w.shape[1]], w) for w in weights]}
-    if can_compile() and tiles.product(rows[HIDDEN], weights[0]) is not None:
-        runs["products, tiles"] = lambda: [tiles.product(rows[w.shape[1]], w) for w in weights]
-    return clock.medians(runs)
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -111,7 +88,7 @@ def main() -> None:
     question = torch.arange(end, args.tokens)
     table, head = [], ["rows"]
     for rows in (question, torch.cat([chosen, question])):
-        times = attention(rows, args.tokens, clock) | products(len(rows), clock)
+        times = attention(rows, args.tokens, clock)
         head = ["rows", *times]
         table.append([str(len(rows)), *(f"{ms:.1f}" for ms in times.values())])
     print(plain_table(head, table))

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from kvboost_kernels.deviation.plan import plan_attention_kl, plan_deviation
 from kvboost_kernels.dispatch import Launch
 from kvboost_kernels.place_chunk import Chunk, Quantised, Rotation
 from kvboost_kernels.place_chunk.plan import plan as plan_place
@@ -20,7 +19,7 @@ _WINDOW: dict[str, Any] = {"sliding_window": 48}
 
 def cases(hip: bool) -> dict[str, list[Launch]]:
     """Launches by a name that says op, dtype, head dimension and variant, as planned for an AMD or an NVIDIA card."""
-    return {**_place_cases(), **_attention_cases(hip), **_deviation_cases(), **_kl_cases(hip)}
+    return {**_place_cases(), **_attention_cases(hip)}
 
 
 def _attention_cases(hip: bool) -> dict[str, list[Launch]]:
@@ -39,31 +38,6 @@ def _attention_cases(hip: bool) -> dict[str, list[Launch]]:
     for name, dtype, dims, group, options, splits in variants:
         request = _request(dtype, dims, group, mass="mass" in name or "every" in name, sinks="every" in name, **options)
         found[f"row_attention {name}"] = plan_attention(request, splits, hip)[0]
-    return found
-
-
-def _deviation_cases() -> dict[str, list[Launch]]:
-    found = {}
-    for name, dtype, head_dim, rows in (
-        ("bf16, 64", torch.bfloat16, 64, None),
-        ("bf16, 128, rows", torch.bfloat16, 128, torch.arange(_TOKENS)),
-        ("fp32, 256", torch.float32, 256, None),
-    ):
-        side = torch.zeros(2, 2, _TOKENS, head_dim, dtype=dtype)
-        found[f"deviation {name}"] = [plan_deviation(side, side, side, side, rows)[0]]
-    return found
-
-
-def _kl_cases(hip: bool) -> dict[str, list[Launch]]:
-    found = {}
-    variants: tuple[tuple[str, torch.dtype, int, dict[str, Any]], ...] = (
-        ("bf16, 128", torch.bfloat16, 128, {}),
-        ("bf16, 256, window, softcap", torch.bfloat16, 256, _WINDOW | {"softcap": 50.0}),
-        ("fp32, 64", torch.float32, 64, {}),
-        ("fp32, 256", torch.float32, 256, {}),
-    )
-    for name, dtype, dim, options in variants:
-        found[f"attention_kl {name}"] = [plan_attention_kl(_request(dtype, (dim, dim), 2, **options), hip)[0]]
     return found
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_rag.forward.attention_call import AttentionObserver
-from kvboost_rag.forward.compiled_linear import COMPILED, RowProducts
 from kvboost_rag.forward.row_attention import ACTIVE, IMPLEMENTATION, ActiveRows, register
 from kvboost_rag.kv.buffer import KVBuffer
 from kvboost_rag.models.hf_cache import BufferCache, KVObserver, cache_argument, kv_module
@@ -102,8 +101,6 @@ class RowPass:
         self._stack.enter_context(_attention_implementation(self.model))
         token = ACTIVE.set(self._active)
         self._stack.callback(ACTIVE.reset, token)
-        if COMPILED.wanted(device):
-            self._stack.enter_context(RowProducts())
         return (), kwargs
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -42,7 +42,7 @@ def small(bench: ModuleType):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_cases_agree_with_their_baselines(bench, small) -> None:
     cases = bench.build_cases(small, compile_flex=False)
-    assert len({case.name for case in cases}) == 6
+    assert len({case.name for case in cases}) == 4
     for case in cases:
         assert bench.check(case) <= 1e-4, case.name
 
@@ -57,10 +57,9 @@ def test_a_wrong_result_is_not_timed(bench, small) -> None:
 
 
 def test_floor_counts_what_must_move(bench, small) -> None:
-    place, _, scattered, question, change, _ = bench.build_cases(small, compile_flex=False)
+    place, _, scattered, question = bench.build_cases(small, compile_flex=False)
     tensor = 2 * 2 * 192 * 32 * 4
     assert place.bytes_moved == 4 * tensor + 2 * 192 * 16 * 4
-    assert change.bytes_moved == 4 * tensor // 2
     assert question.flops == 6 * 32 * 4 * sum(range(173, 193))
     assert 0 < scattered.flops < question.flops
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import kvboost_kernels
-from kvboost_kernels.deviation import attention_kl, deviation
 from kvboost_kernels.place_chunk import Chunk, Quantised, Rotation, dequantise, place_chunk
 from kvboost_kernels.row_attention import row_attention
 from kvboost_kernels.row_attention.reference import row_attention_reference
@@ -114,30 +113,6 @@ def test_row_attention_equals_transformers_eager(request_of) -> None:
     torch.testing.assert_close(found.output.transpose(1, 2), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_deviation_and_kl_one_token_at_a_time(request_of) -> None:
-    fresh, stored = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 9, 8)
-    rows = torch.tensor([8, 0, 3, 3, 1])
-    found = deviation(fresh, fresh, stored, stored, rows=rows)
-    for layer in range(2):
-        for i, row in enumerate(rows.tolist()):
-            base = stored[layer, :, row].double()
-            ratio = float((fresh[layer, :, i].double() - base).norm() / base.norm())
-            assert float(found.keys[layer, i]) == pytest.approx(ratio, rel=1e-5)
-    assert torch.equal(found.keys, found.values)
-
-    request = request_of(1, 2, (8, 8), 12, [11, 3], torch.float32)
-    other = request.key + torch.randn(request.key.shape)
-    found = attention_kl(request.query, request.key, other, request.rows, scaling=0.4, sliding_window=6)
-    for head in range(2):
-        for row, position in enumerate(request.rows.tolist()):
-            seen = slice(max(0, position - 5), position + 1)
-            p, q = (
-                torch.softmax(0.4 * (k[0, 0, seen].double() @ request.query[0, head, row].double()), 0)
-                for k in (request.key, other)
-            )
-            assert float(found[head, row]) == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-5)
-
-
 def test_dequantise_leaves_plain_tensors_alone() -> None:
     tensor = torch.randn(1, 1, 3, 4)
     assert dequantise(tensor) is tensor
@@ -178,9 +153,6 @@ def misfits() -> dict[str, tuple[str, object]]:
         "no interpreter": ("TRITON_INTERPRET=1", lambda: attend(backend="triton")),
         "devices": ("must be on one device", lambda: attend(sinks=torch.zeros(4, device="meta"))),
         "gradients": ("no backward pass", lambda: attend(query=q.clone().requires_grad_(), backend="triton")),
-        "deviation": ("do not match", lambda: deviation(keys, values, keys[:, :, 1:], values)),
-        "deviation tokens": ("differ in tokens", lambda: deviation(keys, values[:, :, 1:], keys, values[:, :, 1:])),
-        "kl": ("differ in shape", lambda: attention_kl(q, k, k[:, :, 1:], rows, scaling=1.0)),
     }
 
 
@@ -213,7 +185,6 @@ def test_triton_is_imported_by_no_module_of_the_interface() -> None:
         "import sys, torch\n"
         "from kvboost_kernels.place_chunk import place_chunk\n"
         "from kvboost_kernels.row_attention import row_attention\n"
-        "from kvboost_kernels.deviation import attention_kl, deviation\n"
         "row_attention(*(torch.zeros(1, 1, 2, 4),) * 3, torch.arange(2), scaling=1.0)\n"
         "sys.exit('triton' in sys.modules)"
     )

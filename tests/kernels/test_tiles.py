@@ -1,4 +1,4 @@
-"""Row attention and products on a CPU's matrix tiles, beside float32 references; where the processor has them."""
+"""Row attention on a CPU's matrix tiles, beside float32 references; where the processor has them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ pytest.importorskip("numba")
 from kvboost_kernels import amx, compiled
 from kvboost_kernels.row_attention import cpu as attention
 from kvboost_kernels.row_attention.cpu import RowTiles, attend_rows, attention_mass
-from kvboost_kernels.row_linear import cpu as products
-from kvboost_kernels.row_linear.cpu import row_linear
 
 pytestmark = pytest.mark.skipif(not amx.available(), reason="no matrix tiles on this machine")
 
@@ -65,7 +63,6 @@ SIZES = {
 def every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little there is to do."""
     monkeypatch.setattr(attention, "MIN_COST_A_THREAD", 1)
-    monkeypatch.setattr(products, "MIN_WEIGHTS_A_THREAD", 1)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
@@ -178,46 +175,12 @@ def test_asks_the_system_for_the_tiles_itself() -> None:
     code = """
 import torch
 from kvboost_kernels.row_attention.cpu import RowTiles, attend_rows
-from kvboost_kernels.row_linear.cpu import row_linear
 ones = torch.ones(1, 1, 4, 32).bfloat16()
 output, _ = attend_rows(ones, ones, ones, RowTiles(torch.arange(4)), scaling=1.0)
-print(bool((output == 1).all()), float(row_linear(ones[0, 0], torch.ones(16, 32).bfloat16())[0, 0]))
+print(bool((output == 1).all()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "32.0"]
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 32, 16), (17, 64, 48), (33, 1536, 192), (100, 96, 1008)])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_product_is_the_references(
-    every_thread: None, rows: int, inputs: int, outputs: int, with_bias: bool, threads: int
-) -> None:
-    draw = torch.Generator().manual_seed(rows)
-    source = torch.randn(rows, inputs + 8, generator=draw).bfloat16()[:, :inputs]
-    weight = torch.randn(outputs, inputs, generator=draw).bfloat16()
-    bias = 5 * torch.randn(outputs, generator=draw).bfloat16() if with_bias else None
-    found = row_linear(source, weight, bias, threads=threads)
-    expected = source.float() @ weight.float().T + (0 if bias is None else bias.float())
-    torch.testing.assert_close(found, expected.bfloat16(), atol=1e-3 * inputs**0.5, rtol=8e-3)
-    alone = row_linear(source[-1:], weight, bias)
-    assert torch.equal(alone, found[-1:])
-
-
-def test_products_refuse_what_they_cannot_do() -> None:
-    rows, weight = torch.ones(3, 64).bfloat16(), torch.ones(32, 64).bfloat16()
-    wrong = [
-        (rows.float(), weight.float(), None),
-        (rows[:, :40], weight[:, :40].contiguous(), None),
-        (rows, weight[:9], None),
-        (rows, weight.T.contiguous().T, None),
-        (rows[:0], weight, None),
-        (rows[:, :32], weight, None),
-        (rows, weight, torch.ones(31)),
-    ]
-    for case in wrong:
-        with pytest.raises(ValueError, match="tiles"):
-            row_linear(*case)
+    assert done.stdout.split() == ["True"]
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
@@ -233,13 +196,10 @@ def test_writes_to_no_memory_but_its_own(
         return start
 
     monkeypatch.setattr(attention, "memory", memory)
-    monkeypatch.setattr(products, "memory", memory)
     request, tiles = _inputs(*sizes)
     _, lse = _attend(request, tiles)
     attention_mass(request.query, request.key, tiles, lse, scaling=request.scaling, threads=2)
-    rows = request.query[0, 0].contiguous()
-    row_linear(rows, rows[:1].expand(48, -1).contiguous(), threads=2)
-    assert len(held) == 3
+    assert len(held) == 2
     for tensor, end in held:
         assert bool((tensor[end:] == 77).all())
 
@@ -271,17 +231,17 @@ def test_between_torchs_own_products_and_attention(every_thread: None) -> None:
     left, right = (torch.randn(40, 96, generator=draw).bfloat16() for _ in range(2))
     attended = (request.query, request.query, request.query)
     product, whole = left @ right.T, torch.nn.functional.scaled_dot_product_attention(*attended)
-    ours, theirs = _attend(request, tiles)[0], row_linear(left[:, :96], right[:32])
+    ours = _attend(request, tiles)[0]
     for _ in range(3):
         assert torch.equal(_attend(request, tiles)[0], ours)
         assert torch.equal(left @ right.T, product)
-        assert torch.equal(row_linear(left, right[:32]), theirs)
         assert torch.equal(torch.nn.functional.scaled_dot_product_attention(*attended), whole)
 
 
 def test_compiles_where_nothing_can_be_kept(nothing_can_be_kept: None) -> None:
-    from kvboost_kernels.row_linear import tile_loops
+    from kvboost_kernels.row_attention import tile_loops
 
     tile_loops.entry.cache_clear()
-    rows, weight = torch.ones(3, 64).bfloat16(), torch.ones(32, 64).bfloat16()
-    assert torch.equal(row_linear(rows, weight), torch.full((3, 32), 64.0).bfloat16())
+    ones = torch.ones(1, 1, 4, 32).bfloat16()
+    output, _ = attend_rows(ones, ones, ones, RowTiles(torch.arange(4)), scaling=1.0)
+    assert torch.equal(output, torch.ones_like(output))
