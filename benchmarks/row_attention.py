@@ -21,11 +21,11 @@ import torch
 from kvbench.machine import this_machine
 from kvbench.tables import plain_table
 
-from kvboost_rag.forward.amx_attention import CompiledAttention
-from kvboost_rag.forward.amx_tiles import can_compile
+from kvboost_rag.forward import amx_attention
 from kvboost_rag.forward.attention_blocks import attend_blocks, attend_masked, plan_blocks
 from kvboost_rag.forward.attention_call import AttentionCall
-from kvboost_rag.forward.triton_attention import CausalRows
+from kvboost_rag.forward.attention_mass import attention_mass
+from kvboost_rag.forward.causal_rows import CausalRows
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 QUESTION = 54
@@ -54,25 +54,21 @@ def attention(rows: torch.Tensor, tokens: int, clock: Clock) -> dict[str, float]
     buffers = [torch.randn(2, 1, KV_HEADS, tokens, HEAD_DIM, generator=draw).bfloat16() for _ in range(LAYERS)]
     query = torch.randn(1, HEADS, len(rows), HEAD_DIM, generator=draw).bfloat16()
     mask = (torch.arange(tokens) <= rows[:, None])[None, None]
-    blocks, causal, tiles = plan_blocks(mask[0, 0], HEADS // KV_HEADS), CausalRows(rows, None), CompiledAttention()
-    calls = [(AttentionCall(query, key, mask, HEAD_DIM**-0.5), value) for key, value in buffers]
+    blocks, causal = plan_blocks(mask[0, 0], HEADS // KV_HEADS), CausalRows(rows, None)
+    calls = [AttentionCall(query, key, value, mask, HEAD_DIM**-0.5) for key, value in buffers]
     whole = plan_blocks(torch.ones(len(rows), tokens, dtype=torch.bool), 1)[0]
-    by_torch = [attend_blocks(call, value, blocks) for call, value in calls]
-    measured = [
-        AttentionCall(query, call.key, mask, call.scaling, log_sum_exp=lse)
-        for (call, _), (_, lse) in zip(calls, by_torch, strict=True)
-    ]
+    by_torch = [attend_blocks(call, blocks) for call in calls]
     runs: dict[str, Callable[[], object]] = {
-        "one mask": lambda: [attend_masked(call, value, whole) for call, value in calls],
-        "blocks": lambda: [attend_blocks(call, value, blocks) for call, value in calls],
-        "mass": lambda: [call.mass(0) for call in measured],
+        "one mask": lambda: [attend_masked(call, whole) for call in calls],
+        "blocks": lambda: [attend_blocks(call, blocks) for call in calls],
+        "mass": lambda: [attention_mass(call, lse, 0) for call, (_, lse) in zip(calls, by_torch, strict=True)],
     }
-    by_tiles = [tiles.attend(call, value, causal) for call, value in calls] if can_compile() else []
-    if all(by_tiles) and by_tiles:
+    by_tiles = [amx_attention.attend(call, causal) for call in calls if amx_attention.takes(call)]
+    if by_tiles:
         for (output, _), done in zip(by_torch, by_tiles, strict=True):
-            torch.testing.assert_close(done[0], output, atol=2e-2, rtol=2e-2)
-        runs["tiles"] = lambda: [tiles.attend(call, value, causal) for call, value in calls]
-        runs["mass, tiles"] = lambda: [done[1].mass(0) for done in by_tiles]
+            torch.testing.assert_close(done.output, output, atol=2e-2, rtol=2e-2)
+        runs["tiles"] = lambda: [amx_attention.attend(call, causal) for call in calls]
+        runs["mass, tiles"] = lambda: [done.mass(0) for done in by_tiles]
     return clock.medians(runs)
 
 

@@ -30,11 +30,11 @@ from kvbench.workloads import reordered
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.forward.amx_tiles import can_compile
+from kvboost_rag.forward.amx_attention import can_compile
 from kvboost_rag.forward.row_forward import RowPlan, observe_rows, row_forward
 from kvboost_rag.kv.assemble import PlacedEntry, assemble
 from kvboost_rag.kv.buffer import KVBuffer
-from kvboost_rag.kv.compiled_rotation import COMPILED
+from kvboost_rag.kv.numba_rotation import wait_until_compiled
 from kvboost_rag.kv.realign import PositionTables
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 from kvboost_rag.models.load import load_model
@@ -164,7 +164,7 @@ def placement(engine: KVBoost, repeats: int = 9) -> str:
         return statistics.median(times)
 
     assemble(buffer, placed, tables)
-    COMPILED.wait()
+    wait_until_compiled()
     whole = median_ms(lambda: assemble(buffer, placed, tables))
     keys, values = (median_ms(partial(copy, *of)) for of in (("keys", buffer.keys), ("values", buffer.values)))
     return (

@@ -122,77 +122,72 @@ def _masked(mask: torch.Tensor, start: int, end: int, group: int) -> Part:
     return Part(start, end, bias.repeat(group, 1)[None, None])
 
 
-def attend_blocks(
-    call: AttentionCall, value: torch.Tensor, blocks: Sequence[Block]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_blocks(call: AttentionCall, blocks: Sequence[Block]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of all rows.
 
     Args:
         call: without soft cap and sinks.
-        value: `[1, num_kv_heads, kv_len, value_head_dim]`.
         blocks: from `plan_blocks`.
 
     Returns:
-        Output `[1, num_rows, num_heads, value_head_dim]`, and log-sum-exp as in `AttentionCall` where it
-        can be had.
+        Output `[1, num_rows, num_heads, value_head_dim]`, and log-sum-exp as in `AttentionResult`
+        where it can be had.
     """
     rows, heads, kv_heads = call.query.shape[2], call.query.shape[1], call.key.shape[1]
-    output = call.query.new_empty(1, rows, heads, value.shape[-1])
-    if not _fused_with_log_sum_exp(call, value) or not all(block.parts for block in blocks):
+    output = call.query.new_empty(1, rows, heads, call.value.shape[-1])
+    if not _fused_with_log_sum_exp(call) or not all(block.parts for block in blocks):
         for block in blocks:
-            output[:, block.start : block.end] = attend_masked(call, value, block).transpose(1, 2)
+            output[:, block.start : block.end] = attend_masked(call, block).transpose(1, 2)
         return output, None
     lse = torch.empty(kv_heads, heads // kv_heads, rows)
     for block in blocks:
-        mixed, lse[:, :, block.start : block.end] = _attend_parts(call, value, block)
+        mixed, lse[:, :, block.start : block.end] = _attend_parts(call, block)
         output[:, block.start : block.end] = mixed.transpose(1, 2)
     return output, lse
 
 
-def attend_masked(call: AttentionCall, value: torch.Tensor, block: Block) -> torch.Tensor:
+def attend_masked(call: AttentionCall, block: Block) -> torch.Tensor:
     """Attention of one block with its mask, `[1, num_heads, block_rows, value_head_dim]`: the twin of the parts."""
     columns = slice(block.low, block.high)
     return scaled_dot_product_attention(
         call.query[:, :, block.start : block.end],
         call.key[:, :, columns],
-        value[:, :, columns],
+        call.value[:, :, columns],
         attn_mask=call.mask[:, :, block.start : block.end, columns],
         scale=call.scaling,
         enable_gqa=call.query.shape[1] != call.key.shape[1],
     )
 
 
-def _fused_with_log_sum_exp(call: AttentionCall, value: torch.Tensor) -> bool:
+def _fused_with_log_sum_exp(call: AttentionCall) -> bool:
     """Whether torch's CPU flash attention, which SDPA takes for such tensors, can be asked for its log-sum-exp."""
     return (
         call.query.device.type == "cpu"
         and call.query.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and call.query.shape[-1] == value.shape[-1]
-        and call.key.stride(-1) == 1 == value.stride(-1)
+        and call.query.shape[-1] == call.value.shape[-1]
+        and call.key.stride(-1) == 1 == call.value.stride(-1)
         and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
     )
 
 
-def _attend_parts(call: AttentionCall, value: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_parts(call: AttentionCall, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[1, num_heads, block_rows, head_dim]` and log-sum-exp `[num_kv_heads, group, block_rows]`."""
     kv_heads = call.key.shape[1]
     rows, dim = block.end - block.start, call.query.shape[-1]
     group = call.query.shape[1] // kv_heads
     query = call.query[:, :, block.start : block.end].reshape(1, kv_heads, group * rows, dim)
-    output, lse = _attend_part(query, call, value, block.parts[0])
+    output, lse = _attend_part(query, call, block.parts[0])
     for part in block.parts[1:]:
-        other, other_lse = _attend_part(query, call, value, part)
+        other, other_lse = _attend_part(query, call, part)
         share = torch.sigmoid(other_lse - lse)[..., None]
         output = torch.lerp(output.float(), other.float(), share).to(output.dtype)
         lse = torch.logaddexp(lse, other_lse)
     return output.view(1, -1, rows, dim), lse.reshape(kv_heads, group, rows)
 
 
-def _attend_part(
-    query: torch.Tensor, call: AttentionCall, value: torch.Tensor, part: Part
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_part(query: torch.Tensor, call: AttentionCall, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     columns = slice(part.start, part.end)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, call.key[:, :, columns], value[:, :, columns], 0.0, False, attn_mask=part.bias, scale=call.scaling
+        query, call.key[:, :, columns], call.value[:, :, columns], 0.0, False, attn_mask=part.bias, scale=call.scaling
     )
     return output, lse.float()

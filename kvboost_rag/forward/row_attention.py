@@ -8,17 +8,18 @@ model's own index rule (causal, sliding window, chunked) and evaluates it at the
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from kvboost_rag.forward.amx_attention import COMPILED
+from kvboost_rag.forward import amx_attention, triton_attention
 from kvboost_rag.forward.attention_blocks import Block, attend_blocks, plan_blocks
-from kvboost_rag.forward.attention_call import AttentionCall, AttentionObserver
-from kvboost_rag.forward.triton_attention import KERNEL, CausalRows, causal_rows
+from kvboost_rag.forward.attention_call import AttentionCall, AttentionObserver, AttentionResult
+from kvboost_rag.forward.attention_mass import attention_mass
+from kvboost_rag.forward.causal_rows import CausalRows, causal_rows
 
 IMPLEMENTATION = "kvboost_rows"
 
@@ -40,7 +41,7 @@ class ActiveRows:
         return known[1]
 
     def causal(self, mask: torch.Tensor) -> CausalRows | None:
-        """The same mask in the kernel's terms, found out once."""
+        """The same mask in the kernels' terms, found out once."""
         known = self._causal.get(id(mask))
         if known is None:
             known = self._causal[id(mask)] = mask, causal_rows(mask[0, 0], self.rows)
@@ -96,33 +97,31 @@ def row_attention(
     if attention_mask is None or attention_mask.dtype != torch.bool:
         raise RuntimeError("the model did not pass on the mask of the partial forward")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(query, key, attention_mask, scale, softcap, s_aux)
-    output, call = _by_kernel(call, value, active)
-    if output is None:
-        blocks = active.blocks(attention_mask, query.shape[1] // key.shape[1])
-        if softcap is None and s_aux is None:
-            output, log_sum_exp = attend_blocks(call, value, blocks)
-            call = replace(call, log_sum_exp=log_sum_exp)
-        else:  # SDPA has no argument for these
-            parts = [call.mixed(value, block.start, block.end, block.high) for block in blocks]
-            output = torch.cat(parts, dim=2).transpose(1, 2)
+    call = AttentionCall(query, key, value, attention_mask, scale, softcap, s_aux)
+    result = _by_kernel(call, active) or _by_torch(call, active)
     layer = int(getattr(module, "layer_idx", -1))
     if active.observer is not None and active.observer.wants_attention(layer):
-        active.observer.on_attention(layer, call)
-    return output.contiguous(), None
+        active.observer.on_attention(layer, call, result)
+    return result.output.contiguous(), None
 
 
-def _by_kernel(
-    call: AttentionCall, value: torch.Tensor, active: ActiveRows
-) -> tuple[torch.Tensor | None, AttentionCall]:
-    """Output and the call, with what else the kernel found; no output where plain torch has to do it."""
-    by_triton, compiled = KERNEL.wanted(call.query.device), COMPILED.takes(call, value)
-    causal = active.causal(call.mask) if by_triton or compiled else None
-    if causal is None:
-        return None, call
-    if by_triton:
-        return KERNEL.attend(call, value, causal), call
-    return COMPILED.attend(call, value, causal) or (None, call)
+def _by_kernel(call: AttentionCall, active: ActiveRows) -> AttentionResult | None:
+    for kernel in (triton_attention, amx_attention):
+        causal = active.causal(call.mask) if kernel.takes(call) else None
+        result = None if causal is None else kernel.attend(call, causal)
+        if result is not None:
+            return result
+    return None
+
+
+def _by_torch(call: AttentionCall, active: ActiveRows) -> AttentionResult:
+    blocks, lse = active.blocks(call.mask, call.group), None
+    if call.softcap is None and call.sinks is None:
+        output, lse = attend_blocks(call, blocks)
+    else:  # SDPA has no argument for these
+        parts = [call.mixed(block.start, block.end, block.high) for block in blocks]
+        output = torch.cat(parts, dim=2).transpose(1, 2)
+    return AttentionResult(output, lse, partial(attention_mass, call, lse))
 
 
 @cache

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvboost_rag.datamodels import ChunkKV, StoreEntry
 from kvboost_rag.kv import quantization
 from kvboost_rag.kv.buffer import KVBuffer
-from kvboost_rag.kv.placement import KERNEL
 from kvboost_rag.kv.realign import PositionTables, copy_values_into, realign_entry_into, realign_keys_into
+from kvboost_rag.kv.triton_placement import place
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ def assemble(buffer: KVBuffer, chunks: Iterable[PlacedChunk | PlacedEntry], tabl
     """Write every chunk to its place; positions that no chunk covers are left for the partial forward to fill."""
     chunks = list(chunks)
     entries = [(chunk.entry, chunk.start) for chunk in chunks if isinstance(chunk, PlacedEntry)]
-    by_kernel = bool(entries) and all(KERNEL.wanted(group.device) for group in buffer.layout.groups)
-    if by_kernel and KERNEL.place(buffer, entries, tables):
+    if place(buffer, entries, tables):
         entries = []
     plain = [chunk for chunk in chunks if isinstance(chunk, PlacedChunk)]
     for entry, start in entries:

@@ -9,7 +9,7 @@ import torch
 from kvboost_rag.datamodels import ChunkKV, StoreEntry
 from kvboost_rag.kv import quantization
 from kvboost_rag.kv.buffer import KVBuffer, KVLayout
-from kvboost_rag.kv.compiled_rotation import COMPILED
+from kvboost_rag.kv.numba_rotation import rotate_into
 from kvboost_rag.kv.rope import Rotation
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -91,7 +91,7 @@ def _write_keys(out: torch.Tensor, keys: torch.Tensor, rotation: Rotation | None
         out.copy_(keys)
         return
     keys = keys.to(out.device)
-    if COMPILED.rotate_into(out, keys, rotation, tables):
+    if rotate_into(out, keys, rotation, tables):
         return
     step = len(keys)
     if out.device.type == "cpu" and keys[:1].numel():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvboost_rag.forward.attention_call import AttentionCall
+from kvboost_rag.forward.attention_call import AttentionCall, AttentionResult
 from kvboost_rag.models.hf_cache import LayerKV
 
 KL_BLOCK_ROWS = 128
@@ -62,7 +62,7 @@ class DeviationProbe:
     def wants_attention(self, layer: int) -> bool:
         return self.score == "kl" and layer == self.layer
 
-    def on_attention(self, layer: int, call: AttentionCall) -> None:
+    def on_attention(self, layer: int, call: AttentionCall, result: AttentionResult) -> None:
         if self._stored_keys is None or self.rows is None:
             raise RuntimeError("attention came before keys and values")
         self.kl = attention_kl(call, self._stored_keys, self.rows)

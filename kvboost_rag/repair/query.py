@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvboost_rag.config import ConfigError
-from kvboost_rag.forward.attention_call import AttentionCall
+from kvboost_rag.forward.attention_call import AttentionCall, AttentionResult
 from kvboost_rag.forward.row_forward import RowPlan, observe_rows
 from kvboost_rag.repair.base import RepairContext, RepairStrategy, choose
 from kvboost_rag.repair.deviation import DeviationProbe
@@ -79,8 +79,8 @@ class AttentionMass:
     def wants_attention(self, layer: int) -> bool:
         return layer >= self.first_layer
 
-    def on_attention(self, layer: int, call: AttentionCall) -> None:
-        self.total += call.mass(call.query.shape[2] - self.num_question).cpu()
+    def on_attention(self, layer: int, call: AttentionCall, result: AttentionResult) -> None:
+        self.total += result.mass(call.query.shape[2] - self.num_question).cpu()
 
 
 class _ProbeThenMass(DeviationProbe):
@@ -99,5 +99,5 @@ class _ProbeThenMass(DeviationProbe):
     def wants_attention(self, layer: int) -> bool:
         return self.mass.wants_attention(layer)
 
-    def on_attention(self, layer: int, call: AttentionCall) -> None:
-        self.mass.on_attention(layer, call)
+    def on_attention(self, layer: int, call: AttentionCall, result: AttentionResult) -> None:
+        self.mass.on_attention(layer, call, result)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvboost_rag.config import ConfigError
-from kvboost_rag.forward.attention_call import AttentionCall
+from kvboost_rag.forward.attention_call import AttentionCall, AttentionResult
 from kvboost_rag.forward.row_forward import RowPlan
 from kvboost_rag.models.hf_cache import LayerKV
 from kvboost_rag.repair.base import RepairContext, RepairStrategy
@@ -72,7 +72,7 @@ class _KeepUncertain:
     def wants_attention(self, layer: int) -> bool:
         return layer == self.layer
 
-    def on_attention(self, layer: int, call: AttentionCall) -> None:
+    def on_attention(self, layer: int, call: AttentionCall, result: AttentionResult) -> None:
         self.entropy = normalised_entropy(call).cpu()
 
     def keep(self, rows: torch.Tensor) -> torch.Tensor:

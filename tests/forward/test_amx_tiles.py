@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 from kv_helpers import kv_at
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.forward import amx_attention, amx_tiles
-from kvboost_rag.forward.amx_attention import CompiledAttention
+from kvboost_rag.forward import amx_attention
 from kvboost_rag.forward.attention_call import AttentionCall
+from kvboost_rag.forward.causal_rows import CausalRows
 from kvboost_rag.forward.probe import probe
 from kvboost_rag.forward.row_forward import RowPlan, observe_rows, row_forward
-from kvboost_rag.forward.triton_attention import CausalRows
 from kvboost_rag.kv.buffer import KVBuffer
+from kvboost_rag.kv.checked_kernel import CheckedKernel
 from kvboost_rag.repair.query import AttentionMass
 from kvboost_rag.stores import MemoryStore
 
@@ -40,10 +41,10 @@ ROWS = torch.tensor([3, 17, 18, 60, 99, 100, 101, 150, 170, *range(185, LENGTH)]
 
 
 @pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> CompiledAttention:
-    attention = CompiledAttention()
-    monkeypatch.setattr("kvboost_rag.forward.row_attention.COMPILED", attention)
-    return attention
+def tiles(monkeypatch: pytest.MonkeyPatch) -> CheckedKernel:
+    kernel = replace(amx_attention.KERNEL, checked=set(), refused=False)
+    monkeypatch.setattr(amx_attention, "KERNEL", kernel)
+    return kernel
 
 
 def _model(tiny_model: Any, family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -69,7 +70,7 @@ def _far(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_float32_as_nearly_as_torchs(
-    tiny_model: Any, tiles: CompiledAttention, monkeypatch: pytest.MonkeyPatch, family: str
+    tiny_model: Any, tiles: CheckedKernel, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     model = _model(tiny_model, family).model
     precise = copy.deepcopy(model).float()
@@ -84,9 +85,7 @@ def test_logits_are_those_of_float32_as_nearly_as_torchs(
     assert _far(ours, exact) < 1.5 * _far(torchs, exact) + 0.005
 
 
-def test_measured_attention_is_torchs(
-    tiny_model: Any, tiles: CompiledAttention, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_attention_is_torchs(tiny_model: Any, tiles: CheckedKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model(tiny_model).model
     ours, torchs = AttentionMass(1, 12, LENGTH), AttentionMass(1, 12, LENGTH)
     _pass(model, ours)
@@ -98,7 +97,7 @@ def test_measured_attention_is_torchs(
     torch.testing.assert_close(ours.total, torchs.total, rtol=5e-2, atol=2e-3)
 
 
-def test_a_soft_cap_is_left_to_torch(tiny_model: Any, tiles: CompiledAttention) -> None:
+def test_a_soft_cap_is_left_to_torch(tiny_model: Any, tiles: CheckedKernel) -> None:
     fields = {**SIZES, "sliding_window": 40, "attn_implementation": "eager"}
     _pass(tiny_model("gemma2", dtype=torch.bfloat16, **fields).model)
     assert not tiles.checked
@@ -106,7 +105,7 @@ def test_a_soft_cap_is_left_to_torch(tiny_model: Any, tiles: CompiledAttention) 
 
 
 def test_other_dtypes_and_plain_forwards_are_torchs(
-    tiny_model: Any, tiles: CompiledAttention, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, tiles: CheckedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[torch.Tensor] = []
     with monkeypatch.context() as patched:  # nor is it found out what the mask amounts to
@@ -121,7 +120,7 @@ def test_other_dtypes_and_plain_forwards_are_torchs(
 @pytest.mark.parametrize("fault", ["differs", "raises", "cannot be compiled"])
 def test_what_is_wrong_is_not_used_and_said_once(
     tiny_model: Any,
-    tiles: CompiledAttention,
+    tiles: CheckedKernel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     fault: str,
@@ -152,7 +151,7 @@ def test_what_is_wrong_is_not_used_and_said_once(
 
 
 def test_mass_that_is_wrong_is_measured_by_torch(
-    tiny_model: Any, tiles: CompiledAttention, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, tiles: CheckedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvboost_kernels.row_attention import cpu
 
@@ -170,25 +169,25 @@ def test_mass_that_is_wrong_is_measured_by_torch(
 @pytest.mark.parametrize("missing", ["numba", "tiles"])
 def test_machines_without_are_left_alone(
     tiny_model: Any,
-    tiles: CompiledAttention,
+    tiles: CheckedKernel,
     monkeypatch: pytest.MonkeyPatch,
     missing: str,
 ) -> None:
-    amx_tiles.can_compile.cache_clear()
+    amx_attention.can_compile.cache_clear()
     if missing == "numba":
-        monkeypatch.setattr(amx_tiles, "find_spec", lambda name: None)
+        monkeypatch.setattr(amx_attention, "find_spec", lambda name: None)
     else:
-        monkeypatch.setattr(amx_tiles.Path, "read_text", lambda path: "flags : fpu avx2")
+        monkeypatch.setattr(amx_attention.Path, "read_text", lambda path: "flags : fpu avx2")
     try:
-        assert not amx_tiles.can_compile()
+        assert not amx_attention.can_compile()
         _pass(_model(tiny_model).model)
     finally:
-        amx_tiles.can_compile.cache_clear()
+        amx_attention.can_compile.cache_clear()
     assert not tiles.checked
 
 
 @pytest.mark.parametrize("how", ["layers", "model"])
-def test_a_compiled_model_gives_the_same(tiny_model: Any, tiles: CompiledAttention, how: str) -> None:
+def test_a_compiled_model_gives_the_same(tiny_model: Any, tiles: CheckedKernel, how: str) -> None:
     """A tracer must not follow the loops, which work on addresses."""
     model = _model(tiny_model).model
     plain = _pass(model)
@@ -201,21 +200,21 @@ def test_a_compiled_model_gives_the_same(tiny_model: Any, tiles: CompiledAttenti
 
 
 def test_large_logits_with_a_common_offset_are_no_disagreement(
-    tiles: CompiledAttention,
+    tiles: CheckedKernel,
 ) -> None:
     """In bfloat16 plain torch rounds such logits beyond use; the comparison must not blame the tiles."""
     draw = torch.Generator().manual_seed(6)
     query, key, value = (torch.randn(1, 2, 50, 64, generator=draw).bfloat16() for _ in range(3))
     query[..., 0], key[..., 0] = 30, 30
     rows = torch.arange(50)
-    call = AttentionCall(query, key, (rows <= rows[:, None])[None, None], 0.125)
-    done = tiles.attend(call, value, CausalRows(rows, None))
+    call = AttentionCall(query, key, value, (rows <= rows[:, None])[None, None], 0.125)
+    done = amx_attention.attend(call, CausalRows(rows, None))
     assert done is not None
-    done[1].mass(20)
+    done.mass(20)
     assert not tiles.refused
 
 
-def test_cold_answer_is_the_warm_one(tiny_model: Any, tiles: CompiledAttention) -> None:
+def test_cold_answer_is_the_warm_one(tiny_model: Any, tiles: CheckedKernel) -> None:
     document = "one two three four five six seven eight " * 12
     options = {"documents": [document], "repair": "query", "recompute_ratio": 0.2, "strict": True}
     with KVBoost(_model(tiny_model), store=MemoryStore(1 << 28), profile=None) as engine:

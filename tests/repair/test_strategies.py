@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def _call(rows: int, length: int) -> AttentionCall:
     query = torch.randn(1, 6, rows, 8, generator=generator)
     key = torch.randn(1, 2, length, 8, generator=generator)
     mask = torch.arange(length)[None] <= torch.arange(length - rows, length)[:, None]
-    return AttentionCall(query, key, mask[None, None], scaling=0.3)
+    return AttentionCall(query, key, key, mask[None, None], scaling=0.3)
 
 
 def test_attention_kl_by_hand() -> None:
@@ -178,6 +179,6 @@ def _weights(call: AttentionCall, key: torch.Tensor, head: int) -> torch.Tensor:
 
 def test_entropy_is_one_where_attention_is_even() -> None:
     call = _call(5, 11)
-    even = AttentionCall(torch.zeros_like(call.query), call.key, call.mask, call.scaling)
+    even = replace(call, query=torch.zeros_like(call.query))
     torch.testing.assert_close(normalised_entropy(even), torch.ones(5))
     assert float(normalised_entropy(call, block_rows=2).max()) < 1

@@ -18,9 +18,8 @@ from numba.extending import intrinsic, overload
 from kvboost_kernels import compiled, lanes
 from kvboost_kernels.compiled import INTEGER_BYTES, reader_of_fields
 from kvboost_kernels.lanes import HALVES, LANES, emitted_here, load, multiply_add, pointer, store, take_number
-from kvboost_kernels.place_chunk.layout import Pairing, Rotation
+from kvboost_kernels.place_chunk.layout import Pairing, Rotation, fits_loop
 
-DTYPES = (torch.bfloat16, torch.float32)
 MIN_ELEMENTS_A_THREAD = 1 << 15
 """Fewer are turned sooner than a thread is woken."""
 
@@ -95,7 +94,7 @@ def compiled_loop(dtype: torch.dtype, pairing: Pairing, offset: int, half: int, 
     Sizes are constants of the compiled code: with them known, the inner loop is vectorised without checks.
 
     Args:
-        dtype: one of `DTYPES`, of keys and buffer alike.
+        dtype: bfloat16 or float32, of keys and buffer alike.
         half: pairs of rotated channels, `rotary_dim // 2`.
     """
     interleaved, end, is_bfloat16 = pairing == "interleaved", offset + 2 * half, dtype == torch.bfloat16
@@ -137,26 +136,12 @@ def compiled_loop(dtype: torch.dtype, pairing: Pairing, offset: int, half: int, 
     return compiled.entry(part)
 
 
-def fits(out: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether the loop can address these: see `rotate_into`."""
-    heads, dim = keys.shape[1], keys.shape[3]
-    strides = (heads * out.stride(1), out.stride(1), dim, 1)
-    return (
-        out.device.type == keys.device.type == "cpu"
-        and out.dtype == keys.dtype
-        and keys.dtype in DTYPES
-        and out.shape == keys.shape
-        and keys.is_contiguous()
-        and all(size < 2 or mine == wanted for size, mine, wanted in zip(out.shape, out.stride(), strides, strict=True))
-    )
-
-
 def rotate_into(out: torch.Tensor, keys: torch.Tensor, rotation: Rotation, threads: int = 1) -> None:
     """Write keys, turned as `reference.rotate` turns them, into `out`.
 
     Args:
         out: `[num_layers, num_kv_heads, seq_len, head_dim]`, a span of a contiguous buffer.
-        keys: position-free, contiguous, of `out`'s shape and dtype, one of `DTYPES`.
+        keys: position-free, contiguous, of `out`'s shape and dtype, such that `fits_loop` holds.
         rotation: tables with a row for each of the `seq_len` tokens.
         threads: how many share the work; the caller is one of them.
 
@@ -166,7 +151,7 @@ def rotate_into(out: torch.Tensor, keys: torch.Tensor, rotation: Rotation, threa
     tables, end = (rotation.cos, rotation.sin), rotation.offset + rotation.rotary_dim
     if not 0 <= rotation.offset <= end <= keys.shape[-1] or any(table.device.type != "cpu" for table in tables):
         raise ValueError(f"channels {rotation.offset} to {end} of {keys.shape[-1]}, tables on {rotation.cos.device}")
-    if not fits(out, keys) or rotation.cos.shape[0] != keys.shape[2]:
+    if not fits_loop(out, keys) or rotation.cos.shape[0] != keys.shape[2]:
         raise ValueError(
             f"keys {keys.dtype} {tuple(keys.shape)} and out {out.dtype} {tuple(out.shape)}, strides {out.stride()}: "
             f"expected a span of a contiguous buffer, contiguous keys and {rotation.cos.shape[0]} tokens, as the tables"

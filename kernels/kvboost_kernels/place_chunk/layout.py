@@ -118,6 +118,20 @@ class Rotation:
                 raise ValueError(f"{name}: expected float32 [num_positions, rotary_dim // 2], got {_describe(table)}")
 
 
+def fits_loop(out: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether the loop for processors (`cpu.py`) can address these: see `rotate_into` there. Needs no numba."""
+    heads, dim = keys.shape[1], keys.shape[3]
+    strides = (heads * out.stride(1), out.stride(1), dim, 1)
+    return (
+        out.device.type == keys.device.type == "cpu"
+        and out.dtype == keys.dtype
+        and keys.dtype in (torch.bfloat16, torch.float32)
+        and out.shape == keys.shape
+        and keys.is_contiguous()
+        and all(size < 2 or mine == wanted for size, mine, wanted in zip(out.shape, out.stride(), strides, strict=True))
+    )
+
+
 def check(chunks: Sequence[Chunk], keys: torch.Tensor, values: torch.Tensor, rotation: Rotation | None) -> None:
     """Raise `ValueError` unless every chunk fits the buffers, the tables and the other chunks."""
     for name, buffer in (("keys", keys), ("values", values)):

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import architectures
 import pytest
 import torch
 from kv_helpers import kv_at, plain_forward
 
 from kvboost_rag.forward import triton_attention
+from kvboost_rag.forward.causal_rows import causal_rows
 from kvboost_rag.forward.probe import probe
 from kvboost_rag.forward.row_forward import RowPlan, row_forward
-from kvboost_rag.forward.triton_attention import KernelAttention, causal_rows
 from kvboost_rag.kv.buffer import KVBuffer
+from kvboost_rag.kv.checked_kernel import CheckedKernel
 
 LENGTH = 61
 
 
 @pytest.fixture
-def kernel(monkeypatch) -> KernelAttention:
+def kernel(monkeypatch) -> CheckedKernel:
     monkeypatch.setenv("KVBOOST_KERNELS", "on")
-    fresh = KernelAttention()
-    monkeypatch.setattr("kvboost_rag.forward.row_attention.KERNEL", fresh)
+    fresh = replace(triton_attention.KERNEL, checked=set(), refused=False)
+    monkeypatch.setattr(triton_attention, "KERNEL", fresh)
     return fresh
 
 
@@ -32,7 +35,7 @@ def _partial_logits(model, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-eager", "gemma3", "gpt_oss-sinks"])
-def test_gives_full_prefill(tiny_model, kernel: KernelAttention, name: str) -> None:
+def test_gives_full_prefill(tiny_model, kernel: CheckedKernel, name: str) -> None:
     model_type, fields = architectures.REUSABLE[name]
     model = tiny_model(model_type, **fields).model
     ids = torch.randint(3, 380, (LENGTH,), generator=torch.Generator().manual_seed(11))
@@ -44,13 +47,13 @@ def test_gives_full_prefill(tiny_model, kernel: KernelAttention, name: str) -> N
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
-def test_a_kernel_that_is_wrong_is_not_used(tiny_model, kernel: KernelAttention, monkeypatch, caplog, fault) -> None:
-    def run(call, value, causal):
+def test_a_kernel_that_is_wrong_is_not_used(tiny_model, kernel: CheckedKernel, monkeypatch, caplog, fault) -> None:
+    def output(call, causal):
         if fault == "raises":
             raise RuntimeError("no binary for this device")
-        return call.mixed(value).transpose(1, 2) * 1.5
+        return call.mixed().transpose(1, 2) * 1.5
 
-    monkeypatch.setattr(triton_attention.KernelAttention, "_run", staticmethod(run))
+    monkeypatch.setattr(triton_attention, "_output", output)
     model_type, fields = architectures.REUSABLE["llama"]
     model = tiny_model(model_type, **fields).model
     ids = torch.randint(3, 380, (LENGTH,), generator=torch.Generator().manual_seed(11))

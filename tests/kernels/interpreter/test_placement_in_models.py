@@ -14,10 +14,10 @@ from kvboost_rag.config import EncodingConfig
 from kvboost_rag.datamodels import StoreEntry
 from kvboost_rag.encode.encoder import Encoder, EncodingJob
 from kvboost_rag.forward.probe import probe
-from kvboost_rag.kv import quantization
+from kvboost_rag.kv import quantization, triton_placement
 from kvboost_rag.kv.assemble import PlacedEntry, assemble
 from kvboost_rag.kv.buffer import KVBuffer
-from kvboost_rag.kv.placement import KernelPlacement
+from kvboost_rag.kv.checked_kernel import CheckedKernel
 from kvboost_rag.kv.realign import PositionTables
 from kvboost_rag.stores import MemoryStore
 
@@ -25,9 +25,9 @@ CAPACITY, STARTS = 90, (31, 3)
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> KernelPlacement:
-    fresh = KernelPlacement()
-    monkeypatch.setattr("kvboost_rag.kv.assemble.KERNEL", fresh)
+def kernel(monkeypatch: pytest.MonkeyPatch) -> CheckedKernel:
+    fresh = replace(triton_placement.KERNEL, checked=set(), refused=False)
+    monkeypatch.setattr(triton_placement, "KERNEL", fresh)
     monkeypatch.setattr(quantization, "MIN_PSNR_DB", 0.0)  # random weights may give values that are hard to quantise
     return fresh
 
@@ -51,7 +51,7 @@ def _assembled(layout: Any, entries: list[StoreEntry]) -> KVBuffer:
 @pytest.mark.parametrize("family", ["llama", "smollm3-nope", "gemma3", "glm4-interleaved", "phi-partial"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fills_the_buffer_as_torch_does(
-    tiny_model: Any, kernel: KernelPlacement, monkeypatch: pytest.MonkeyPatch, codec: str, family: str, dtype: Any
+    tiny_model: Any, kernel: CheckedKernel, monkeypatch: pytest.MonkeyPatch, codec: str, family: str, dtype: Any
 ) -> None:
     model_type, fields = REUSABLE[family]
     loaded = tiny_model(model_type, dtype=dtype, **fields)
@@ -73,14 +73,14 @@ def test_fills_the_buffer_as_torch_does(
 
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_a_kernel_that_is_wrong_is_not_used(
-    tiny_model: Any, kernel: KernelPlacement, monkeypatch: pytest.MonkeyPatch, caplog: Any, fault: str
+    tiny_model: Any, kernel: CheckedKernel, monkeypatch: pytest.MonkeyPatch, caplog: Any, fault: str
 ) -> None:
     def place(buffer: KVBuffer, index: int, *_: Any) -> None:
         if fault == "raises":
             raise RuntimeError("no binary for this device")
         buffer.keys[index].fill_(0.5)
 
-    monkeypatch.setattr(KernelPlacement, "_place_group", staticmethod(place))
+    monkeypatch.setattr(triton_placement, "_place_group", place)
     loaded = tiny_model("llama")
     layout = probe(loaded.model).require_layout
     entries = [_entry(loaded, layout, "none", 45), _entry(loaded, layout, "none", 17)]
@@ -95,15 +95,17 @@ def test_a_kernel_that_is_wrong_is_not_used(
         assert torch.equal(ours.keys[0][:, :, span], expected.keys[0][:, :, span])
 
 
-def test_odd_heads_are_left_to_torch(tiny_model: Any, kernel: KernelPlacement) -> None:
+def test_odd_heads_are_left_to_torch(tiny_model: Any, kernel: CheckedKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_KERNELS", "on")
     layout = probe(tiny_model("llama").model).require_layout
     odd = replace(layout, groups=tuple(replace(group, value_head_dim=15) for group in layout.groups))
-    assert not kernel.place(KVBuffer(odd, CAPACITY), [], PositionTables.of(odd, CAPACITY))
+    entry = StoreEntry("ab" * 32, "", "", (3, 4), "", {}, {})
+    assert not triton_placement.place(KVBuffer(odd, CAPACITY), [(entry, 0)], PositionTables.of(odd, CAPACITY))
     assert not kernel.refused
 
 
 def test_a_whole_request_runs_through_it(
-    tiny_model: Any, kernel: KernelPlacement, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, kernel: CheckedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = ["The store holds keys and values. " * 3, "A question is answered from the documents. " * 2]
     prompt = [{"role": "user", "content": "\n\n".join(documents) + "\n\nWhat is kept?"}]

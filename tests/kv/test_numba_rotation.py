@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from architectures import REUSABLE
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.datamodels import ChunkKV
 from kvboost_rag.forward.probe import probe
+from kvboost_rag.kv import numba_rotation
 from kvboost_rag.kv.buffer import KVBuffer
-from kvboost_rag.kv.compiled_rotation import CompiledRotation
+from kvboost_rag.kv.checked_kernel import CheckedKernel
 from kvboost_rag.kv.realign import PositionTables, realign_into
 from kvboost_rag.stores import MemoryStore
 
@@ -23,9 +25,10 @@ STARTS, TOKENS, CAPACITY = (3, 60), 45, 120
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> CompiledRotation:
-    fresh = CompiledRotation()
-    monkeypatch.setattr("kvboost_rag.kv.realign.COMPILED", fresh)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> CheckedKernel:
+    fresh = replace(numba_rotation.KERNEL, checked=set(), refused=False)
+    monkeypatch.setattr(numba_rotation, "KERNEL", fresh)
+    monkeypatch.setattr(numba_rotation, "COMPILED", {})
     return fresh
 
 
@@ -61,21 +64,21 @@ def _same(one: KVBuffer, other: KVBuffer) -> bool:
 @pytest.mark.parametrize("family", ["llama", "smollm3-nope", "gemma3", "glm4-interleaved", "phi-partial"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fills_the_buffer_as_torch_does(
-    tiny_model: Any, compiled: CompiledRotation, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
+    tiny_model: Any, compiled: CheckedKernel, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
 ) -> None:
     model_type, fields = REUSABLE[family]
     layout = probe(tiny_model(model_type, dtype=dtype, **fields).model).require_layout
     chunk = _chunk(layout)
     expected = _by_torch(layout, chunk, monkeypatch)
-    assert not compiled._compiled
+    assert not numba_rotation.COMPILED
     assert _same(_assembled(layout, chunk), expected)  # by torch, while it is being compiled
-    compiled.wait()
+    numba_rotation.wait_until_compiled()
     assert _same(_assembled(layout, chunk), expected)
     assert compiled.checked
     assert not compiled.refused
 
 
-def test_an_answer_does_not_depend_on_when_it_takes_over(tiny_model: Any, compiled: CompiledRotation) -> None:
+def test_an_answer_does_not_depend_on_when_it_takes_over(tiny_model: Any, compiled: CheckedKernel) -> None:
     loaded = tiny_model("llama", **REUSABLE["llama"][1])
     prompt = "one two three four five six seven eight " * 12
     with KVBoost(loaded, store=MemoryStore(1 << 28), profile=None) as engine:
@@ -84,7 +87,7 @@ def test_an_answer_does_not_depend_on_when_it_takes_over(tiny_model: Any, compil
         for _ in range(3):
             answers.append(engine.generate(prompt + "what?", params=GenerationParams(max_new_tokens=6), strict=True))
             logits.append(engine.logits(prompt + "what?", repair="none", strict=True))
-            compiled.wait()
+            numba_rotation.wait_until_compiled()
     assert compiled.checked
     assert answers[0].usage.cached_tokens > 0
     assert answers[0].token_ids == answers[1].token_ids == answers[2].token_ids
@@ -99,7 +102,7 @@ def _llama(tiny_model: Any, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.mark.parametrize("fault", ["raises", "differs", "does not compile"])
 def test_a_fault_leaves_it_to_torch_and_is_said_once(
     tiny_model: Any,
-    compiled: CompiledRotation,
+    compiled: CheckedKernel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     fault: str,
@@ -118,9 +121,9 @@ def test_a_fault_leaves_it_to_torch_and_is_said_once(
             raise ImportError("numba needs another numpy")
         return faulty
 
-    monkeypatch.setattr("kvboost_rag.kv.compiled_rotation._compile", compile_kind)
+    monkeypatch.setattr("kvboost_rag.kv.numba_rotation._compile", compile_kind)
     _assembled(layout, chunk)
-    compiled.wait()
+    numba_rotation.wait_until_compiled()
     with caplog.at_level(logging.WARNING):
         assert _same(_assembled(layout, chunk), expected)
         assert _same(_assembled(layout, chunk), expected)
@@ -129,18 +132,18 @@ def test_a_fault_leaves_it_to_torch_and_is_said_once(
 
 
 def test_leaves_other_dtypes_and_machines_without_numba_alone(
-    tiny_model: Any, compiled: CompiledRotation, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, compiled: CheckedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = _llama(tiny_model, torch.float16)
     _assembled(half, _chunk(half))
-    monkeypatch.setattr("kvboost_rag.kv.compiled_rotation._numba_is_installed", lambda: False)
+    monkeypatch.setattr("kvboost_rag.kv.numba_rotation.numba_is_installed", lambda: False)
     single = _llama(tiny_model)
     _assembled(single, _chunk(single))
-    assert not compiled._compiled
+    assert not numba_rotation.COMPILED
 
 
 def test_keys_that_do_not_lie_together_go_to_torch(
-    tiny_model: Any, compiled: CompiledRotation, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, compiled: CheckedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = _llama(tiny_model)
     chunk = _chunk(layout)
@@ -148,7 +151,6 @@ def test_keys_that_do_not_lie_together_go_to_torch(
     spread = ChunkKV(tuple(torch.cat([k, k], -1)[..., : k.shape[-1]] for k in chunk.keys), chunk.values)
     for _ in range(2):
         assert _same(_assembled(layout, spread), expected)
-        compiled.wait()
-    assert compiled._compiled
-    assert not compiled.checked
+        numba_rotation.wait_until_compiled()
+    assert not numba_rotation.COMPILED
     assert not compiled.refused
