@@ -201,6 +201,11 @@ class Catalog:
         found = self.database.read("SELECT DISTINCT namespace FROM chunks WHERE NOT removed ORDER BY namespace")
         return tuple(row[0] for row in found)
 
+    def fingerprints(self) -> tuple[str, ...]:
+        """Fingerprints of the models that have chunks."""
+        found = self.database.read("SELECT DISTINCT fingerprint FROM chunks WHERE NOT removed ORDER BY fingerprint")
+        return tuple(row[0] for row in found)
+
     def hashes(self, namespace: str | None = None, created_before: float | None = None) -> list[str]:
         """Content hashes of all chunks, or of one namespace's, or of those remembered before a time (epoch seconds)."""
         scope = "AND namespace = ? " if namespace is not None else ""
