@@ -42,7 +42,9 @@ class Planner:
 
     A claim is the span from the prompt's start to the end of its last chunk. Nothing is claimed before it has been read
     and checked, so that what is claimed is in memory; while it is being read the request waits in vLLM's queue, up to a
-    deadline. A request whose claim failed is never claimed for again: repeating it would go on for ever.
+    deadline. Where one chunk is missing vLLM computes the whole prompt: an answer is either full prefill's or that of all
+    chunks, never something between. A request whose claim failed is never claimed for again: repeating it would go on
+    for ever.
     """
 
     def __init__(self, source: ChunkSource, access: Access, deadline_ms: float) -> None:
@@ -63,7 +65,9 @@ class Planner:
                 return None
             self._drop(plan, "slow")
             return 0
-        if self._keep_what_was_read(plan) and not plan.runs:
+        if missing := {run.key for run in plan.runs} - set(plan.reading.entries()):
+            self.counts["chunks_missing"] += len(missing)
+            self._drop(plan, "missing")
             return 0
         plan.claimed_from = num_computed
         return max(0, min(plan.end, request.num_prompt_tokens - 1) - num_computed)
@@ -118,19 +122,6 @@ class Planner:
             self.counts[why or "no_chunks"] += 1
             return _Plan(why=why or "no_chunks")
         return _Plan(namespace, runs, self._source.read_ahead(run.key for run in runs))
-
-    def _keep_what_was_read(self, plan: _Plan) -> bool:
-        """Leave out the runs of chunks that could not be read; True if some were left out."""
-        assert plan.reading is not None
-        here = plan.reading.entries()
-        runs = tuple(run for run in plan.runs if run.key in here)
-        if len(runs) == len(plan.runs):
-            return False
-        self.counts["chunks_missing"] += len({run.key for run in plan.runs} - set(here))
-        plan.runs = runs
-        if not runs:
-            self._drop(plan, "missing")
-        return True
 
     def _drop(self, plan: _Plan, why: str) -> None:
         self.counts[why] += 1

@@ -48,6 +48,7 @@ class Writer:
         self._source, self._reference, self._block_size = source, reference, block_size
         self._rank = rank
 
+    @torch.inference_mode()
     def load(self, load: Load, layers: Mapping[int, Any]) -> None:
         """Write one load into the layers' caches.
 
@@ -61,13 +62,14 @@ class Writer:
         entries = self._source.entries(run.key for run in load.runs)
         buffer = self._reference.buffers.take(load.end)
         try:
-            self._assemble(load, entries, buffer)
+            self.assemble(load, entries, buffer)
             for index, layer in layers.items():
                 self._write(load, buffer, index, layer)
         finally:
             self._reference.buffers.give_back(buffer)
 
-    def _assemble(self, load: Load, entries: Mapping[str, StoreEntry], buffer: KVBuffer) -> None:
+    @torch.inference_mode()
+    def assemble(self, load: Load, entries: Mapping[str, StoreEntry], buffer: KVBuffer) -> None:
         """Fill `[load.start, load.end)` of the buffer, and before it what the gaps in there can see."""
         gaps = load.gaps
         visible_from = 0 if any(position >= load.start for position in gaps) else load.start
