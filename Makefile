@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 
-.PHONY: demo test test-older-transformers check format bench bench-vllm setup clean
+.PHONY: demo test test-older-transformers vllm test-vllm check format bench bench-vllm setup clean
 
 demo: ## Index a corpus, ask three questions, compare full prefill with reuse
 	@scripts/setup.sh run
@@ -17,6 +17,12 @@ test-older-transformers: ## A few promises on the last transformers that calls t
 	$(BIN)/python -m pip install -q --no-deps --target build/transformers-5.23 "transformers==5.23.*"
 	PYTHONPATH=build/transformers-5.23 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/test_older_transformers.py \
 		tests/test_promises.py -k "older or from_disk or sliding or (full_repair and (llama or gemma3))"
+
+vllm: ## Only make .venv-vllm: vLLM and the connector (about 2 GB)
+	@scripts/setup_vllm.sh
+
+test-vllm: ## The connector's tests, in vLLM's own environment
+	@scripts/test_vllm.sh $(PYTEST_ARGS)
 
 check: ## Linter, formatter and types
 	@scripts/setup.sh dev
@@ -33,7 +39,7 @@ bench: ## Speed and quality, and the pages about them. BENCH_ARGS=--quick for a 
 	@scripts/setup.sh dev
 	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
-bench-vllm: ## vLLM with prefix caching on the same prompts, in .venv-vllm (about 1 GB)
+bench-vllm: ## vLLM with prefix caching, and with the connector, on the same prompts
 	@scripts/setup.sh dev
 	@scripts/bench_vllm.sh
 
@@ -41,4 +47,4 @@ setup: ## Only make .venv with everything
 	@scripts/setup.sh dev
 
 clean: ## Remove .venv and what the tools left
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -18,8 +18,8 @@ def refuse_what_cannot_be_served(vllm_config: VllmConfig, kv_cache_config: KVCac
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
         raise NotServable(
-            f"kv_load_failure_policy={transfer.kv_load_failure_policy!r}: a chunk that vanished would fail the request; "
-            'set kv_load_failure_policy="recompute"'
+            f"kv_load_failure_policy={transfer.kv_load_failure_policy!r}: a chunk that vanished would fail the "
+            'request; set kv_load_failure_policy="recompute"'
         )
     if vllm_config.model_config.use_mla:
         raise NotServable("latent attention (MLA): vLLM caches it in a layout that has no keys and values to write")

@@ -169,5 +169,3 @@ def attention_layers(layers: Mapping[str, Any]) -> dict[int, Any]:
         if number is not None and hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
             found[int(number[1])] = layer
     return dict(sorted(found.items()))
-
-

@@ -23,7 +23,7 @@ class ConnectorStats(KVConnectorStats):
     """Counts since the last look."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         return ConnectorStats(data=dict(Counter(self.data) + Counter(other.data)))
@@ -40,9 +40,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._totals = {
-            key: self._make(f"{PREFIX}_{name}_total", text, []) for key, (name, text) in TOTALS.items()
-        }
+        self._totals = {key: self._make(f"{PREFIX}_{name}_total", text, []) for key, (name, text) in TOTALS.items()}
         self._skipped = self._make(f"{PREFIX}_skipped_total", "Requests that were given nothing", ["reason"])
 
     def _make(self, name: str, text: str, labels: list[str]) -> Any:

@@ -18,7 +18,7 @@ NAMESPACE = "KVBOOST_NAMESPACE"
 
 
 class BlendByDefault:
-    """ASGI middleware. The namespace comes from the environment variable `KVBOOST_NAMESPACE` (default: the empty one)."""
+    """ASGI middleware. The namespace comes from the variable `KVBOOST_NAMESPACE` (default: the empty one)."""
 
     def __init__(self, app: Any) -> None:
         self.app = app

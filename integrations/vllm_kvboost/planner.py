@@ -42,9 +42,9 @@ class Planner:
 
     A claim is the span from the prompt's start to the end of its last chunk. Nothing is claimed before it has been read
     and checked, so that what is claimed is in memory; while it is being read the request waits in vLLM's queue, up to a
-    deadline. Where one chunk is missing vLLM computes the whole prompt: an answer is either full prefill's or that of all
-    chunks, never something between. A request whose claim failed is never claimed for again: repeating it would go on
-    for ever.
+    deadline. Where one chunk is missing vLLM computes the whole prompt: an answer is either full prefill's or that of
+    all chunks, never something between. A request whose claim failed is never claimed for again: repeating it would go
+    on for ever.
     """
 
     def __init__(self, source: ChunkSource, access: Access, deadline_ms: float) -> None:

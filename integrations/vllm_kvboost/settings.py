@@ -18,7 +18,7 @@ class Settings:
         namespace: whose chunks; the default for `namespaces`.
         namespaces: those that requests may name in their salts. A client chooses its salt: where clients are not
             trusted with each other's documents, let the gateway in front set it.
-        memory_bytes: budget of the memory tier, which holds the chunks of requests in flight; None: the store's default.
+        memory_bytes: budget of the memory tier, which holds the chunks of requests in flight; None: the store's own.
         min_tokens: shortest run of a chunk's ids that is looked for.
         deadline_ms: a request whose chunks have not been read after so long is computed by vLLM.
         device: where gaps between chunks are computed and chunks are put in place.

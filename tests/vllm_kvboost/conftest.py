@@ -65,7 +65,9 @@ class Server:
             ids += [*self.documents[number], 11, 11]
         return [*ids, *random.Random(question).choices(range(20, 200), k=13)]
 
-    def ask(self, *prompts: list[int], salt: str | None = "kvboost:blend:", tokens: int = 4, **params: Any) -> list[Answer]:
+    def ask(
+        self, *prompts: list[int], salt: str | None = "kvboost:blend:", tokens: int = 4, **params: Any
+    ) -> list[Answer]:
         """Greedy answers to prompts that are served together."""
         from vllm import SamplingParams
 

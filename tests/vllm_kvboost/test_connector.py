@@ -150,7 +150,9 @@ def test_several_samples_and_prompt_logprobs(server: Any) -> None:
 
 
 def test_overlapping_requests_at_once_answer_as_alone(server: Any) -> None:
-    prompts = [server.prompt(*order, question=n) for n, order in enumerate([(0, 1), (1, 0), (2, 0, 1), (1, 3, 4), (5,)])]
+    prompts = [
+        server.prompt(*order, question=n) for n, order in enumerate([(0, 1), (1, 0), (2, 0, 1), (1, 3, 4), (5,)])
+    ]
     alone = []
     for prompt in prompts:
         server.reset()

@@ -1,4 +1,4 @@
-"""What goes wrong underneath a running vLLM: every answer is full prefill's or that of all chunks, and nothing hangs."""
+"""Faults underneath a running vLLM: every answer is full prefill's or that of all chunks, and nothing hangs."""
 
 from __future__ import annotations
 

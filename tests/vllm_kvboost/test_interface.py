@@ -37,6 +37,7 @@ def test_the_methods_that_vllm_calls_are_called_as_they_were() -> None:
 
 def test_nothing_new_must_be_filled() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as Base
+
     from vllm_kvboost import KVBoostConnector
 
     assert Base.__abstractmethods__ <= SIGNATURES.keys()
