@@ -24,7 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvboost_rag.chunks.library import ChunkIdentity, ChunkLibrary
+from kvboost_rag.chunks.identity import ChunkIdentity
+from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.stores import DiskStore
@@ -67,8 +68,8 @@ def insert(store: DiskStore, size: int, args: argparse.Namespace) -> tuple[list[
     return keys, seconds
 
 
-def library_of(store: DiskStore) -> ChunkLibrary:
-    return ChunkLibrary(store, None, None, ChunkIdentity(MODEL))  # type: ignore[arg-type] - nothing is tokenised
+def registry_of(store: DiskStore) -> ChunkRegistry:
+    return ChunkRegistry(store, None, ChunkIdentity(MODEL))  # type: ignore[arg-type] - nothing is tokenised
 
 
 def measure(size: int, args: argparse.Namespace, folder: Path) -> str:
@@ -79,8 +80,8 @@ def measure(size: int, args: argparse.Namespace, folder: Path) -> str:
 
     before, began = held_bytes(), args.clock()
     store = DiskStore(folder)
-    library = library_of(store)
-    library.known_texts(TENANT)
+    registry = registry_of(store)
+    registry.known_texts(TENANT)
     reopening, memory = args.clock() - began, held_bytes() - before
 
     def prompt() -> str:
@@ -90,7 +91,7 @@ def measure(size: int, args: argparse.Namespace, folder: Path) -> str:
     prompts = [prompt() for _ in range(50)]
     began = args.clock()
     for text in prompts:
-        assert len(library.known_texts(TENANT).find(text)) == 4
+        assert len(registry.known_texts(TENANT).find(text)) == 4
     finding = (args.clock() - began) / len(prompts)
 
     some = draw.sample(keys, min(1000, size))
@@ -108,8 +109,8 @@ def measure(size: int, args: argparse.Namespace, folder: Path) -> str:
     gone = draw.sample(keys, 20)
     began = args.clock()
     for key in gone:
-        assert library.forget([key]) == 1
-        library.known_texts(TENANT).find(prompts[0])
+        assert registry.forget([key]).num_chunks == 1
+        registry.known_texts(TENANT).find(prompts[0])
     forgetting = (args.clock() - began) / len(gone)
     store.close()
     on_disk = (folder / "catalog.sqlite").stat().st_size

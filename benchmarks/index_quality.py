@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace, measured: Measured) -> None:
     engine = next(iter(engines.values()))
     texts = list(dict.fromkeys(text.strip() for record in records for text in record["docs"]))
     num_tokens = {text: len(engine.tokens.document_ids(text)) for text in texts}
-    contexts = contexts_of(texts, num_tokens, len(engine.library.describe("x", "").anchor_ids))
+    contexts = contexts_of(texts, num_tokens, len(engine.registry.describe("x", "").anchor_ids))
     params = GenerationParams(max_new_tokens=args.answer_tokens)
     for number, record in enumerate(records[: args.questions]):
         missing = [row for row in args.rows if number not in measured.rows[row]]

@@ -123,9 +123,9 @@ def edit(args: argparse.Namespace) -> None:
             }
             results, logits = {}, {}
             for donors in (True, False, True, False, True, False):
-                engine.store.delete(engine.library.describe(text, "").content_hash)
+                engine.store.delete(engine.registry.describe(text, "").content_hash)
                 logits[donors] = engine.logits(prompt, documents=[text], repair="none", donors=donors)[0]
-                engine.store.delete(engine.library.describe(text, "").content_hash)
+                engine.store.delete(engine.registry.describe(text, "").content_hash)
                 results.setdefault(donors, []).append(engine.generate(prompt, donors=donors, **options))
                 engine.finish_background()
             segment = next(s for s in results[True][0].segments if s.num_donor_tokens)

@@ -89,7 +89,7 @@ class Soak:
         return tenant, texts, [self._key(text, tenant) for text in texts]
 
     def _key(self, text: str, tenant: str) -> str:
-        return self.engine.library.describe(text, tenant).content_hash
+        return self.engine.registry.describe(text, tenant).content_hash
 
     def _ask(self) -> None:
         tenant, texts, keys = self._pick(4)
@@ -146,7 +146,7 @@ class Soak:
                 infos = {info.key: info for info in disk.entries()}
                 memory = {}
                 for tenant, text in self.documents:
-                    record = engine.library.describe(text, tenant)
+                    record = engine.registry.describe(text, tenant)
                     memory[record.content_hash] = disk.read(record.content_hash).num_bytes
                 return memory, {key: infos[key].num_bytes for key in memory}
 

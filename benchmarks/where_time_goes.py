@@ -38,7 +38,7 @@ from kvboost_rag.kv.numba_rotation import wait_until_compiled
 from kvboost_rag.kv.realign import PositionTables
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 from kvboost_rag.models.load import load_model
-from kvboost_rag.repair import QueryRepair, RepairContext, RepairStrategy
+from kvboost_rag.repair import QueryRepair, RepairContext, RepairPlan, RepairStrategy
 from kvboost_rag.repair.query import AttentionMass
 from kvboost_rag.stores import MemoryStore
 
@@ -73,7 +73,7 @@ class Watched(RepairStrategy):
     name: ClassVar[str] = "query, profiled"
     passes: list[Pass] = field(default_factory=list)
 
-    def plan(self, context: RepairContext) -> RowPlan:
+    def plan(self, context: RepairContext) -> RepairPlan:
         plan, model, ids = QueryRepair().plan(context), context.model, context.token_ids
         layers = context.buffer.layout.num_layers
 
@@ -90,7 +90,8 @@ class Watched(RepairStrategy):
         everything = torch.arange(len(ids))
         self._profile("full prefill", everything, full_prefill)
         self._profile("suffix pass, with attention mass", context.fresh_rows, suffix_pass)
-        self._profile("final pass", plan.rows, lambda: row_forward(model, context.buffer, ids, plan))
+        final = plan.row_plan
+        self._profile("final pass", final.rows, lambda: row_forward(model, context.buffer, ids, final))
         return plan
 
     def _profile(self, name: str, rows: torch.Tensor, run: Callable[[], Any]) -> None:
@@ -143,7 +144,7 @@ def warmed_engine(args: argparse.Namespace) -> Iterator[tuple[KVBoost, str]]:
 def placement(engine: KVBoost, repeats: int = 9) -> str:
     """Median times of placing every stored chunk, and its two halves' plain copies."""
     records = engine.store.catalog.get_many(list(engine.store.keys())).values()
-    entries = [chunk.payload for record in records if (chunk := engine.library.load(record)) is not None]
+    entries = [chunk.payload for record in records if (chunk := engine.fetcher.load(record)) is not None]
     layout, starts = engine.probe.require_layout, [0]
     for entry in entries:
         starts.append(starts[-1] + len(entry.token_ids))

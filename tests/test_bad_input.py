@@ -12,7 +12,7 @@ import torch
 from corpus_texts import document, prompt
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.config import ConfigError
+from kvboost_rag.config import ConfigError, ReuseConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
 from kvboost_rag.serving.decode import ContextOverflowError
 from kvboost_rag.stores import StoreError
@@ -91,6 +91,21 @@ def test_bad_options_name_themselves(engine: KVBoost, options: dict[str, Any]) -
     with pytest.raises(ConfigError, match=next(iter(options))):
         engine.generate("A question?", params=FOUR, **options)
     assert engine.stats().requests == requests
+
+
+def test_an_unknown_strategy_is_refused_wherever_it_is_named(
+    engine: KVBoost, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the registry knows the names; a request is checked before it is queued, an engine before it is made."""
+    known = "repair='magic' is not available; known: none, selective"
+    with pytest.raises(ConfigError, match=known):
+        KVBoost(tiny_model("llama"), config=ReuseConfig(repair="magic"))
+    monkeypatch.setenv("KVBOOST_RECOMPUTE_STRATEGY", "magic")
+    requests = engine.stats().requests
+    with pytest.raises(ConfigError, match=known):
+        engine.generate("A question?", params=FOUR)
+    assert engine.generate("A question?", params=FOUR, repair="none").usage.output_tokens
+    assert engine.stats().requests == requests + 1
 
 
 @pytest.mark.parametrize("call", ["warm", "register", "prefetch", "evict"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers import located
 
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.datamodels import HitKind, SegmentKind
@@ -40,9 +41,9 @@ def test_full_repair_is_full_prefill_on_two_thousand_tokens(engine: KVBoost, doc
     full = engine.logits(prompt, repair="full", strict=True)
     plain = engine.logits(prompt, reuse="off")
     assert float((full - plain).abs().max()) < 1e-4
-    located = engine._server.locate(engine._request(prompt))
-    assert len(located.documents) == 10
-    assert len(located.token_ids) > 1900
+    found = located(engine, prompt)
+    assert len(found.documents) == 10
+    assert len(found.token_ids) > 1900
 
 
 def test_cold_equals_warm_and_hits(engine: KVBoost, documents: list[str]) -> None:

@@ -145,11 +145,11 @@ def test_evicted_neighbours_do_not_change_a_chunk(make_engine: MakeEngine) -> No
     """The catalog keeps the token ids of encoding contexts, so a chunk comes back whatever happened to them."""
     engine = make_engine()
     engine.warm(DOCUMENTS[:1], neighbours=[DOCUMENTS[1:3]])
-    record = engine.library.register(DOCUMENTS[0], "")
-    before = engine.library.fetch(record).kv
+    record = engine.registry.register(DOCUMENTS[0], "")
+    before = engine.fetcher.fetch(record).kv
     for key in list(engine.store.keys()):
         engine.store.delete(key)
-    after = engine.library.fetch(record)
+    after = engine.fetcher.fetch(record)
     assert after.hit is HitKind.ENCODED
     assert after.encoded_tokens > 2 * len(record.token_ids)
     assert all(torch.equal(a, b) for a, b in zip(before.keys, after.kv.keys, strict=True))
@@ -174,7 +174,7 @@ def test_cold_equals_warm_quantised(make_engine: MakeEngine, tmp_path: Path, cod
 def test_neighbours_stand_apart_in_the_encoding_context(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.warm(DOCUMENTS[:3], neighbours=[DOCUMENTS[1:3], [], []])
-    record = engine.library.register(DOCUMENTS[0], "")
+    record = engine.registry.register(DOCUMENTS[0], "")
     tokens = engine.tokens
     behind = [*tokens.document_ids(DOCUMENTS[1]), *tokens.document_ids("\n\n")]
     behind += [*tokens.document_ids(DOCUMENTS[2]), *tokens.document_ids("\n\n")]
@@ -368,7 +368,7 @@ def test_out_of_memory_in_reuse_leaves_nothing_behind(
             patch.setattr("kvboost_rag.serving.pipeline.assemble", fail)
         else:
             patch.setattr(Encoder, "encode", fail)
-        patch.setattr(logging.getLogger("kvboost_rag.serving.server"), "disabled", True)  # records keep tracebacks
+        patch.setattr(logging.getLogger("kvboost_rag.serving.faults"), "disabled", True)  # records keep tracebacks
         see = engine.model.lm_head.register_forward_pre_hook(lambda *_: alive.extend(ref() is not None for ref in held))
         result = engine.generate(text, documents=DOCUMENTS, repair="none", params=EIGHT)
         see.remove()

@@ -24,7 +24,7 @@ LAYERS = (
     "encode repair",
     "chunks",
     "indexing serving",
-    "engine",
+    "engine parts",
     "measure adapters",
     "cli",
 )

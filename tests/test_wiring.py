@@ -86,7 +86,7 @@ def test_the_store_is_opened_for_the_models_device(
         asked.append((spec, options))
         return open_store(spec)
 
-    monkeypatch.setattr("kvboost_rag.engine.open_store", record)
+    monkeypatch.setattr("kvboost_rag.parts.open_store", record)
     make_engine(store=tmp_path)
     assert asked == [(tmp_path, {"device": "cpu"})]
 
@@ -125,7 +125,7 @@ def on_disk_only(make_engine: MakeEngine, folder: Path, **options: Any) -> KVBoo
 
 def believe(engine: KVBoost, bytes_per_second: float, tokens_per_second: float = 1000.0) -> None:
     """Make the engine's measurements what a test needs them to be."""
-    engine.library.costs = costs = CostModel()
+    engine.fetcher.costs = costs = CostModel()
     costs.observe_load(int(bytes_per_second), 1.0)
     costs.observe_encode(int(tokens_per_second), 1.0)
 
@@ -175,7 +175,7 @@ def test_the_choice_is_in_the_result_and_in_the_metrics(make_engine: MakeEngine,
 
 def test_loads_and_encodings_are_measured(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = on_disk_only(make_engine, tmp_path)
-    costs = engine.library.costs
+    costs = engine.fetcher.costs
     assert (costs.load_bytes_per_second, costs.encode_tokens_per_second) == (None, None)
     result = ask(engine)
     assert [s.disk_choice for s in documents_of(result)] == ["load"] * 3
@@ -192,12 +192,12 @@ def test_loads_and_encodings_are_measured(make_engine: MakeEngine, tmp_path: Pat
 def test_what_would_give_other_bits_is_loaded(make_engine: MakeEngine, tmp_path: Path, reason: str) -> None:
     first = make_engine(store=tmp_path, encoding=EncodingConfig(batch_size=3 if reason == "batch" else 1))
     if reason == "other machine":
-        first.library.encoder.__class__ = type("Elsewhere", (Encoder,), {"signature": "another machine"})
+        first.fetcher.encoder.__class__ = type("Elsewhere", (Encoder,), {"signature": "another machine"})
     if reason == "kept from elsewhere":
         for text in DOCUMENTS:
-            record = first.library.register(text, "")
-            job, check = first.library.check(record)
-            first.library.keep(record, first.library.encoder.encode(job), job, check)  # type: ignore[union-attr]
+            record = first.registry.register(text, "")
+            job, check = first.registry.check(record)
+            first.fetcher.keep(record, first.fetcher.encoder.encode(job), job, check)  # type: ignore[union-attr]
     first.warm(DOCUMENTS)
     first.close()
     config = ReuseConfig(disk_load="always") if reason == "always" else None

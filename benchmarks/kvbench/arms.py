@@ -13,6 +13,7 @@ from kvboost_rag.repair import (
     NoRepair,
     QueryRepair,
     RepairContext,
+    RepairPlan,
     RepairStrategy,
     SelectiveRepair,
     SensitivityRepair,
@@ -27,10 +28,10 @@ class RandomRepair(RepairStrategy):
     name: ClassVar[str] = "random"
     seed: int = 0
 
-    def plan(self, context: RepairContext) -> RowPlan:
+    def plan(self, context: RepairContext) -> RepairPlan:
         generator = torch.Generator().manual_seed(self.seed)
         scores = torch.rand(context.num_document_tokens, generator=generator)
-        return RowPlan(context.with_fresh(context.document_rows[choose(scores, context)]))
+        return RepairPlan(RowPlan(context.with_fresh(context.document_rows[choose(scores, context)])))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def engine_of(model: Any) -> KVBoost:
         return model.engine
     if isinstance(model, EngineSpec):
         return model.get()
-    if hasattr(model, "warm") and hasattr(model, "library"):
+    if hasattr(model, "warm") and hasattr(model, "registry"):
         return model  # type: ignore[no-any-return]
     raise TypeError(f"llm must be a ChatKVBoost, a KVBoostLLM or a KVBoost engine, got {type(model).__name__}")
 
@@ -132,7 +132,7 @@ class DocumentWarming:
     def _texts(self, engine: KVBoost, documents: Sequence[Document]) -> list[str]:
         """The documents' texts; empty for those that cannot be chunks."""
         texts = [segment_text(document, self._document_prompt) for document in documents]
-        usable = [text if can_be_chunk(engine.library, text) else "" for text in texts]
+        usable = [text if can_be_chunk(engine.registry, text) else "" for text in texts]
         if num_odd := usable.count(""):
             logger.warning("%d of %d documents are empty or too long to be chunks", num_odd, len(texts))
         return usable

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from kvboost_rag.prompt.segments import canonical_text
 
 if TYPE_CHECKING:
-    from kvboost_rag.chunks.library import ChunkLibrary
+    from kvboost_rag.chunks.registry import ChunkRegistry
     from kvboost_rag.engine import KVBoost
 
 logger = logging.getLogger(__name__)
 
 
-def can_be_chunk(library: ChunkLibrary, text: str) -> bool:
+def can_be_chunk(registry: ChunkRegistry, text: str) -> bool:
     """Whether a text has tokens, and not more than the model's context has room for."""
-    limit = library.max_chunk_tokens
-    num_tokens = len(library.tokens.document_ids(canonical_text(text)))
+    limit = registry.max_chunk_tokens
+    num_tokens = len(registry.tokens.document_ids(canonical_text(text)))
     return num_tokens > 0 and (limit is None or num_tokens <= limit)
 
 

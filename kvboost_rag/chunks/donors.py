@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvboost_rag.chunks.library import ChunkLibrary, FetchedChunk, entry_of
+from kvboost_rag.chunks.fetched import FetchedChunk, entry_of
+from kvboost_rag.chunks.fetcher import ChunkFetcher
 from kvboost_rag.datamodels import ChunkKV, ChunkRecord, HitKind
 from kvboost_rag.encode.donor import encode_from_donor
 from kvboost_rag.encode.similarity import DonorIndex, DonorPlan, DonorRules
@@ -42,8 +43,8 @@ class Donors:
     - Methods may be called from any thread; `make` runs the model.
     """
 
-    def __init__(self, library: ChunkLibrary, arrays: ArraysFile, rules: DonorRules | None = None) -> None:
-        self.library = library
+    def __init__(self, fetcher: ChunkFetcher, arrays: ArraysFile, rules: DonorRules | None = None) -> None:
+        self.fetcher, self.registry = fetcher, fetcher.registry
         self.rules = rules or DonorRules()
         self._arrays = arrays
         self._by_namespace: dict[str, _Signed] = {}
@@ -56,20 +57,20 @@ class Donors:
         Raises:
             ValueError: the text cannot be a chunk.
         """
-        record, catalog = self.library.describe(text, namespace), self.library.store.catalog
+        record, catalog = self.registry.describe(text, namespace), self.registry.store.catalog
         if catalog.get(record.content_hash) is None and (donor := self._donor_of(record)) is not None:
             group = catalog.get_many(donor.neighbours)
             if len(group) == len(donor.neighbours):
                 behind = [group[key] for key in donor.neighbours if key != record.content_hash]
-                record = self.library.with_neighbours(record, behind)
+                record = self.registry.with_neighbours(record, behind)
         return catalog.add(record)
 
     def make(self, record: ChunkRecord) -> FetchedChunk | None:
         """The chunk's KV out of a donor's, or None if there is no donor worth it."""
-        encoder, identity = self.library.encoder, self.library.identity
+        encoder, identity = self.fetcher.encoder, self.registry.identity
         if encoder is None or identity.sensitivity:  # a chunk's sensitivity cannot be taken from another text's
             return None
-        job, check = self.library.check(record)
+        job, check = self.registry.check(record)
         plan = self._plan(record, lambda donor: donor.neighbours == record.neighbours)
         if plan is None or plan.num_reused < self.rules.min_saving * job.num_tokens:
             return None
@@ -88,10 +89,10 @@ class Donors:
             signed = self._signed(namespace)
             if signed is None:
                 return True
-            catalog = self.library.store.catalog
+            catalog = self.registry.store.catalog
             version, last_seq = catalog.version(), signed.version.last_seq
             pending: list[str] = []
-            for seq, key, _ in catalog.texts(self.library.fingerprint, namespace, after=last_seq):
+            for seq, key, _ in catalog.texts(self.registry.fingerprint, namespace, after=last_seq):
                 if limit is not None and len(pending) >= limit:
                     break
                 last_seq = seq
@@ -110,7 +111,7 @@ class Donors:
     def _signed(self, namespace: str) -> _Signed | None:
         """What is known of a namespace's chunks; None if donors cannot be looked for, which is said once."""
         if namespace not in self._by_namespace and not self._unavailable:
-            table = self._arrays.table(self.rules.signature_kind, self.library.fingerprint, namespace, np.uint32)
+            table = self._arrays.table(self.rules.signature_kind, self.registry.fingerprint, namespace, np.uint32)
             try:
                 self._by_namespace[namespace] = _Signed(DonorIndex(self.rules, table), CatalogVersion(0, -1))
             except ImportError as error:
@@ -120,12 +121,12 @@ class Donors:
 
     def _donor_of(self, record: ChunkRecord) -> ChunkRecord | None:
         plan = self._plan(record, lambda donor: record.content_hash not in donor.neighbours)
-        return None if plan is None else self.library.store.catalog.get(plan.donor)
+        return None if plan is None else self.registry.store.catalog.get(plan.donor)
 
     def _plan(self, record: ChunkRecord, fits: Callable[[ChunkRecord], bool]) -> DonorPlan | None:
         """The best donor among the stored chunks that fit."""
         self.update(record.namespace, BATCH)
-        store = self.library.store
+        store = self.registry.store
 
         def token_ids_of(key: str) -> Sequence[int] | None:
             donor = store.catalog.get(key) if key != record.content_hash and key in store else None
@@ -138,14 +139,14 @@ class Donors:
             return None if signed is None else signed.index.find(record.token_ids, token_ids_of)
 
     def _load(self, key: str) -> ChunkKV | None:
-        record = self.library.store.catalog.get(key)
-        fetched = None if record is None else self.library.load(record)
+        record = self.registry.store.catalog.get(key)
+        fetched = None if record is None else self.fetcher.load(record)
         return None if fetched is None else fetched.kv
 
     def _stored_context(self, record: ChunkRecord) -> list[PlacedChunk] | None:
         """Stored KV of the chunks in the encoding context, at their places; None if one is missing."""
         placed, start = [], len(record.anchor_ids)
-        for key, ids in zip(record.neighbours, self.library.store.catalog.neighbour_tokens(record), strict=True):
+        for key, ids in zip(record.neighbours, self.registry.store.catalog.neighbour_tokens(record), strict=True):
             kv = self._load(key)
             if kv is None:
                 return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvboost_rag.chunks.library import ChunkLibrary
+from kvboost_rag.chunks.registry import ChunkRegistry
+from kvboost_rag.chunks.served import ServedPrompt, ServedSegment
 from kvboost_rag.config import HALF_CHARACTER, lone_surrogate
 from kvboost_rag.datamodels import ChunkRecord, Segment, SegmentKind
 from kvboost_rag.prompt.segments import KnownTexts, split_prompt
@@ -16,25 +16,6 @@ from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.stores import StoreError
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class LocatedPrompt:
-    """A prompt cut into segments; `records[i]` is the chunk behind segment i, None for all but documents."""
-
-    segments: tuple[Segment, ...]
-    records: tuple[ChunkRecord | None, ...]
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(i for segment in self.segments for i in segment.token_ids)
-
-    @property
-    def documents(self) -> list[tuple[Segment, ChunkRecord]]:
-        return [(s, r) for s, r in zip(self.segments, self.records, strict=True) if r is not None]
-
-    def of_kind(self, *kinds: SegmentKind) -> list[Segment]:
-        return [s for s in self.segments if s.kind in kinds]
 
 
 def document_texts(documents: Sequence[Any] | None) -> list[str]:
@@ -67,22 +48,21 @@ STORE_FAULTS = (OSError, sqlite3.Error, StoreError)
 
 def locate_without_store(
     tokens: PromptTokens, prompt: str | Messages, documents: Sequence[str], template: Mapping[str, Any]
-) -> LocatedPrompt:
+) -> ServedPrompt:
     """The prompt for plain prefill when the catalog cannot be asked; raises as `locate` does."""
     text, markup = _rendered(tokens, prompt, template)
     spans = split_prompt(text, KnownTexts(), documents, markup)
-    segments = tokens.segment(spans, rendered=markup is not None)
-    return LocatedPrompt(segments, (None,) * len(segments))
+    return ServedPrompt.of(tuple(map(ServedSegment, tokens.segment(spans, rendered=markup is not None))))
 
 
 def locate(
-    library: ChunkLibrary,
+    registry: ChunkRegistry,
     prompt: str | Messages,
     documents: Sequence[str],
     namespace: str,
     register: Callable[[str], ChunkRecord] | None,
     template: Mapping[str, Any],
-) -> LocatedPrompt:
+) -> ServedPrompt:
     """Find the namespace's chunks in a prompt and tokenise it.
 
     Args:
@@ -96,21 +76,21 @@ def locate(
     Raises:
         TypeError, ValueError: there is no usable prompt; the message says what came.
     """
-    text, markup = _rendered(library.tokens, prompt, template)
+    text, markup = _rendered(registry.tokens, prompt, template)
     while True:
-        known = library.known_texts(namespace)
+        known = registry.known_texts(namespace)
         spans = split_prompt(text, known, documents, markup)
         keys = [s.key for s in spans if s.key is not None]
-        found = library.store.catalog.get_many(keys)
+        found = registry.store.catalog.get_many(keys)
         gone = [key for key in keys if key not in found]
         if not gone:
             break
         for key in gone:  # removed by another process a moment ago
             known.remove(key)
     by_text = {s.text: found[s.key] for s in spans if s.key is not None}
-    segments = library.tokens.segment(spans, rendered=markup is not None)
+    segments = registry.tokens.segment(spans, rendered=markup is not None)
     records = [_record(s, by_text, register) if register else by_text.get(s.text) for s in segments]
-    return LocatedPrompt(segments, tuple(records))
+    return ServedPrompt.of(tuple(map(ServedSegment, segments, records)))
 
 
 def _rendered(

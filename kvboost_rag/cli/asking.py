@@ -41,7 +41,7 @@ class PassageSearch:
         from kvboost_rag.indexing.vector_index import VectorIndex
 
         catalog, namespace = engine.store.catalog, engine.config.namespace
-        chunks = [(key, text) for _, key, text in catalog.texts(engine.library.fingerprint, namespace)]
+        chunks = [(key, text) for _, key, text in catalog.texts(engine.registry.fingerprint, namespace)]
         if not chunks:
             where = f" in namespace {namespace!r}" if namespace else ""
             raise CorpusError(

@@ -91,14 +91,8 @@ def _preview(
         len(missing),
         sum(num_tokens[key] for key in missing),
         len(num_tokens) - len(missing),
-        0 if disk is None else _num_orphans(disk, lost),
+        0 if disk is None else len(disk.catalog.sources.only_of(lost)),
     )
-
-
-def _num_orphans(disk: DiskStore, lost: dict[str, set[str]]) -> int:
-    """Chunks that no source would have any more."""
-    chunks = {key for keys in lost.values() for key in keys}
-    return sum(all(key in lost.get(owner, ()) for owner in disk.catalog.sources.of_chunk(key)) for key in chunks)
 
 
 def _print(preview: Preview) -> None:

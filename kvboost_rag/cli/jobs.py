@@ -261,5 +261,5 @@ def _encode(engine: Any, unit: Unit) -> dict[str, int]:
     from kvboost_rag.indexing.warm import warm
 
     records = list(engine.store.catalog.get_many(unit).values())
-    report = warm(engine.library, records)
+    report = warm(engine.fetcher, records)
     return {name: getattr(report, name) for name in _SUMMED}

@@ -117,7 +117,7 @@ def _size_of(engine: KVBoost, texts: list[str], tokens: int | None, chunk_tokens
 
 def _with_context(engine: KVBoost, corpus: Corpus) -> Corpus:
     """With the tokens in front of a chunk while it is encoded, as far as the model's context has room."""
-    identity, limit = engine.library.identity, engine.library.max_chunk_tokens
+    identity, limit = engine.registry.identity, engine.registry.max_chunk_tokens
     behind = (engine.encoding.neighbours or 0) * (corpus.chunk_tokens + len(identity.separator_ids))
     if limit is not None:
         behind = max(0, min(behind, limit - corpus.chunk_tokens))
@@ -151,22 +151,22 @@ def _measure(engine: KVBoost, disk: DiskStore, corpus: Corpus) -> Measured:
     from kvboost_rag.kv.keys import content_hash
     from kvboost_rag.stores.cost import measure_load_speed
 
-    encoder, library = engine.library.encoder, engine.library
+    encoder, fetcher = engine.fetcher.encoder, engine.fetcher
     if encoder is None:
         raise RuntimeError("the model was refused")
     chunk_tokens, context = corpus.chunk_tokens, corpus.context_tokens
-    once = library.tokens.document_ids(corpus.sample)
+    once = engine.tokens.document_ids(corpus.sample)
     ids = (once * (1 + (context + chunk_tokens + SAMPLES) // len(once)))[: context + chunk_tokens + SAMPLES]
     encoder.encode(EncodingJob(ids[:chunk_tokens], ()))  # the first forward of a process also pays for buffers
     seconds = []
     for number in range(SAMPLES):
         job = EncodingJob(ids[number : number + chunk_tokens], ids[number + chunk_tokens :][:context])
         start = time.perf_counter()
-        tensors, meta = quantization.encode(encoder.encode(job), library.identity.quantization)
+        tensors, meta = quantization.encode(encoder.encode(job), fetcher.identity.quantization)
         encoder.synchronise()
         seconds.append(time.perf_counter() - start)
-        key = content_hash(library.fingerprint, "", (number, *job.token_ids))
-        disk.put(StoreEntry(key, "", library.fingerprint, job.token_ids, "", tensors, meta))
+        key = content_hash(engine.registry.fingerprint, "", (number, *job.token_ids))
+        disk.put(StoreEntry(key, "", engine.registry.fingerprint, job.token_ids, "", tensors, meta))
     num_bytes = sum(disk.bytes_held.values())
     _drop_page_cache(disk)
     speed = measure_load_speed(disk, SAMPLES)

@@ -82,7 +82,7 @@ def open_engine(
         )
         metrics = metrics_port is not None
         with KVBoost(loaded, store=opened, config=config, encoding=encoding, metrics=metrics) as engine:
-            remember_fingerprint(store.folder, choice, engine.library.fingerprint)
+            remember_fingerprint(store.folder, choice, engine.registry.fingerprint)
             _describe(engine, store)
             yield engine
 

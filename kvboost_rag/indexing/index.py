@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from kvboost_rag.chunks.library import ChunkLibrary
 from kvboost_rag.chunks.lookup import document_texts
+from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.config import check_namespace
 from kvboost_rag.datamodels import WarmReport
 from kvboost_rag.indexing.ready_sources import ReadySource, joined_embeddings, ready_sources
 from kvboost_rag.indexing.source_texts import SourceTexts
 from kvboost_rag.indexing.warm import WarmProgress, register_documents
+from kvboost_rag.indexing.warmer import Warmer
 from kvboost_rag.prompt.segments import canonical_text
-
-
-class Warm(Protocol):
-    """`KVBoost.warm`."""
-
-    def __call__(
-        self,
-        documents: Sequence[Any],
-        *,
-        neighbours: Any = "auto",
-        embeddings: Any = None,
-        namespace: str | None = None,
-        progress: Callable[[WarmProgress], None] | None = None,
-        encode: bool = True,
-    ) -> WarmReport: ...
+from kvboost_rag.stores.maintenance import delete_sources
 
 
 @dataclass(frozen=True)
@@ -69,21 +57,13 @@ class DocumentIndex:
     - Methods may be called from any thread; two calls for one source at the same time leave the chunks of one of them.
 
     Args:
-        library, warm, forget, default_namespace: of the engine; `forget(content_hashes, namespace)` gives the number
-            of chunks that were known.
+        registry, warmer, default_namespace: of the engine.
     """
 
-    def __init__(
-        self,
-        library: ChunkLibrary,
-        warm: Warm,
-        forget: Callable[[Sequence[str], str], int],
-        default_namespace: str = "",
-    ) -> None:
-        self._library = library
-        self._warm = warm
-        self._forget = forget
-        self._namespace = default_namespace
+    def __init__(self, registry: ChunkRegistry, warmer: Warmer, default_namespace: str = "") -> None:
+        self._registry = registry
+        self._warmer = warmer
+        self._default_namespace = default_namespace
 
     def add(
         self,
@@ -101,7 +81,7 @@ class DocumentIndex:
             source_id: any text that is not empty; one that is known is changed.
             texts: chunk texts in order (or objects with `page_content` or `text`); empty ones are left out.
             embeddings, neighbours, progress: as in `KVBoost.warm`; embeddings for all of `texts`.
-            namespace: whose chunks; default: the config's.
+            namespace: namespace; default: the config's.
 
         Raises:
             TypeError, ValueError: a source id or a text that cannot be used; nothing has been changed then.
@@ -134,27 +114,24 @@ class DocumentIndex:
             What `add` raises.
         """
         ready = ready_sources(sources)
-        if self._library.encoder is None:
+        if self._warmer.fetcher.encoder is None:
             raise RuntimeError("this model's KV cannot be reused, so its documents are not indexed")
-        namespace = self._namespace_of(namespace)
+        namespace = self._namespace(namespace)
         new = self._register(ready, namespace)
         old = {source_id: self.chunks_of(source_id, namespace=namespace) for source_id in ready}
-        catalog, fingerprint = self._library.store.catalog, self._library.fingerprint
+        catalog, fingerprint = self._registry.store.catalog, self._registry.fingerprint
         for source_id in ready:
             # Old and new until the old are forgotten, so that no chunk is ever without a source.
-            catalog.sources.link(
-                fingerprint, namespace, source_id, list(dict.fromkeys([*old[source_id], *new[source_id]]))
-            )
+            both = dict.fromkeys([*old[source_id], *new[source_id]])
+            catalog.sources.link(fingerprint, namespace, source_id, list(both))
         removed = {source_id: set(old[source_id]) - set(new[source_id]) for source_id in ready}
         # Before anything is encoded: the old version of a text is the likeliest neighbour of the new one.
-        forgotten = self._forget(self._library.store.catalog.sources.only_of(removed), namespace)
+        forgotten = self._warmer.forget(catalog.sources.only_of(removed), namespace).num_chunks
         for source_id in ready:
             catalog.sources.link(fingerprint, namespace, source_id, new[source_id])
         texts = [text for source in ready.values() for text in source.texts]
         embeddings = joined_embeddings(ready.values())
-        report = self._warm(
-            texts, neighbours=neighbours, embeddings=embeddings, namespace=namespace, progress=progress, encode=encode
-        )
+        report = self._warmer.warm(texts, namespace, neighbours, embeddings, progress, encode)
         num_new = sum(len(set(keys)) for keys in new.values())
         num_added = sum(len(set(new[source_id]) - set(old[source_id])) for source_id in ready)
         num_removed = sum(len(keys) for keys in removed.values())
@@ -166,7 +143,7 @@ class DocumentIndex:
         Raises:
             KeyError: no such source; and what `add` raises.
         """
-        namespace = self._namespace_of(options.get("namespace"))
+        namespace = self._namespace(options.get("namespace"))
         if not self.has(source_id, namespace=namespace):
             raise KeyError(f"no source {source_id!r}; `add` makes one")
         return self.add(source_id, texts, embeddings, **options)
@@ -188,47 +165,39 @@ class DocumentIndex:
         Raises:
             StoreError: as `stores.maintenance.forget`; call again.
         """
-        namespace, catalog = self._namespace_of(namespace), self._library.store.catalog
-        chunks = {source_id: set(catalog.sources.chunks_of(namespace, source_id)) for source_id in source_ids}
-        known = {source_id: keys for source_id, keys in chunks.items() if keys}
-        if not known:
-            return 0
-        # The chunks first: if this stops in the middle, the sources are still there and can be deleted again.
-        forgotten = self._forget(self._library.store.catalog.sources.only_of(known), namespace)
-        for source_id in known:
-            catalog.sources.unlink(namespace, source_id)
-        catalog.database.wipe_log()
-        return forgotten
+        namespace = self._namespace(namespace)
+        forget = partial(self._warmer.forget, namespace=namespace)
+        return delete_sources(self._registry.store, namespace, source_ids, forget).num_chunks
 
     def preview(self, source_id: str, texts: Sequence[Any], *, namespace: str | None = None) -> SourceChange:
         """What `add` would do, without doing it or remembering anything."""
-        namespace = self._namespace_of(namespace)
-        store = self._library.store
-        described = [self._library.describe(t, namespace) for t in document_texts(texts) if canonical_text(t)]
+        namespace = self._namespace(namespace)
+        store = self._registry.store
+        described = [self._registry.describe(t, namespace) for t in document_texts(texts) if canonical_text(t)]
         wanted = {r.content_hash: r.text for r in described}
         lost = [key for key in self.chunks_of(source_id, namespace=namespace) if key not in wanted]
-        known = store.catalog.get_many(self._library.store.catalog.sources.only_of({source_id: lost}))
+        known = store.catalog.get_many(store.catalog.sources.only_of({source_id: lost}))
         to_encode = tuple(text for key, text in wanted.items() if key not in store)
         return SourceChange(to_encode, tuple(record.text for record in known.values()))
 
     def sources(self, *, namespace: str | None = None) -> list[str]:
         """Source ids of a namespace, in order of their names."""
-        return [source for _, source in self._library.store.catalog.sources.all(self._namespace_of(namespace))]
+        return [source for _, source in self._registry.store.catalog.sources.all(self._namespace(namespace))]
 
     def has(self, source_id: str, *, namespace: str | None = None) -> bool:
         """Whether a source is known, with or without chunks of this model."""
-        return bool(self._library.store.catalog.sources.chunks_of(self._namespace_of(namespace), source_id))
+        return bool(self._registry.store.catalog.sources.chunks_of(self._namespace(namespace), source_id))
 
     def chunks_of(self, source_id: str, *, namespace: str | None = None) -> tuple[str, ...]:
         """Content hashes of a source's chunks for this model, in order; none for an unknown source."""
-        catalog = self._library.store.catalog
-        return catalog.sources.chunks_of(self._namespace_of(namespace), source_id, self._library.fingerprint)
+        catalog = self._registry.store.catalog
+        return catalog.sources.chunks_of(self._namespace(namespace), source_id, self._registry.fingerprint)
 
     def _register(self, sources: Mapping[str, ReadySource], namespace: str) -> dict[str, list[str]]:
         """Content hashes of each source's chunks, which are known from now on."""
         texts = [text for source in sources.values() for text in source.all_texts]
-        records = iter(register_documents(self._library, texts, None, namespace))
+        records = iter(register_documents(self._registry, texts, None, namespace))
         return {key: [next(records).content_hash for _ in source.all_texts] for key, source in sources.items()}
 
-    def _namespace_of(self, namespace: str | None) -> str:
-        return self._namespace if namespace is None else check_namespace(namespace)
+    def _namespace(self, namespace: str | None) -> str:
+        return self._default_namespace if namespace is None else check_namespace(namespace)

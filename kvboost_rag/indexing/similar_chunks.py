@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvboost_rag.chunks.library import ChunkLibrary
+from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.indexing.embeddings import DEFAULT_MODEL, Embed, load_embedder, unit_vectors
 from kvboost_rag.indexing.neighbour_groups import group_chunks, group_neighbours
@@ -52,13 +52,13 @@ class SimilarChunks:
     embedding model, language model and namespace, and go when the chunk goes. Methods may be called from any thread.
 
     Args:
-        library: whose chunks are compared.
+        registry: whose chunks are compared.
         arrays: where vectors are kept.
         embedder: what `embeddings.load_embedder` takes; None: all-MiniLM-L6-v2, loaded at first use.
     """
 
-    def __init__(self, library: ChunkLibrary, arrays: ArraysFile, embedder: Any = None) -> None:
-        self.library = library
+    def __init__(self, registry: ChunkRegistry, arrays: ArraysFile, embedder: Any = None) -> None:
+        self.registry = registry
         self.arrays = arrays
         self._embedder = embedder
         self._embed: Embed | None = None
@@ -107,7 +107,7 @@ class SimilarChunks:
             else:
                 chosen = choose_neighbours(space.index, list(open_ones), self._num_tokens(), NeighbourRules(count))
                 self._write(chosen, open_ones, namespace)
-        catalog = self.library.store.catalog
+        catalog = self.registry.store.catalog
         found = catalog.get_many(r.content_hash for r in records)
         return [found.get(r.content_hash, r) for r in records]
 
@@ -126,9 +126,9 @@ class SimilarChunks:
     def apply(self, plan: RewarmPlan, namespace: str) -> list[ChunkRecord]:
         """Give chunks the contexts of a plan; their stored KV becomes a miss. Returns their records."""
         with self._lock:
-            known = self.library.store.catalog.get_many(plan.changes)
+            known = self.registry.store.catalog.get_many(plan.changes)
             self._write(plan.changes, known, namespace)
-            found = self.library.store.catalog.get_many(known)
+            found = self.registry.store.catalog.get_many(known)
         return list(found.values())
 
     def forget(self, content_hashes: Iterable[str], namespace: str) -> None:
@@ -173,7 +173,7 @@ class SimilarChunks:
         if space is None:
             space = _Space(self._arrays(kind, namespace, np.float32))
             self._spaces[namespace, kind] = space
-        catalog, fingerprint = self.library.store.catalog, self.library.fingerprint
+        catalog, fingerprint = self.registry.store.catalog, self.registry.fingerprint
         version = catalog.version()
         new = [key for _, key, _ in catalog.texts(fingerprint, namespace, after=space.last_seq)]
         held = space.arrays.get(key for key in new if key not in space.index)
@@ -188,7 +188,7 @@ class SimilarChunks:
         return space
 
     def _unassigned(self, records: Sequence[ChunkRecord], namespace: str) -> dict[str, ChunkRecord]:
-        store = self.library.store
+        store = self.registry.store
         settled = self._arrays(_ASSIGNED, namespace, np.int8).get(r.content_hash for r in records)
         return {
             r.content_hash: r
@@ -198,14 +198,14 @@ class SimilarChunks:
 
     def _chains(self, space: _Space, keys: list[str], count: int) -> list[tuple[str, ...]]:
         """Groups that fit into the model's context with their separators."""
-        room, limit = NeighbourRules().max_tokens, self.library.max_chunk_tokens
+        room, limit = NeighbourRules().max_tokens, self.registry.max_chunk_tokens
         if limit is not None:
-            room = min(room, limit - count * len(self.library.identity.separator_ids))
+            room = min(room, limit - count * len(self.registry.identity.separator_ids))
         return group_chunks(space.index, keys, self._num_tokens(), count + 1, room)
 
     def _lengths(self, chains: list[tuple[str, ...]], records: dict[str, ChunkRecord]) -> dict[str, int]:
         """Tokens of each group's forward, for every chunk in it; none for a chunk by itself."""
-        identity = self.library.identity
+        identity = self.registry.identity
         lengths: dict[str, int] = {}
         for chain in (chain for chain in chains if len(chain) > 1):
             total = len(identity.anchor_ids) + (len(chain) - 1) * len(identity.separator_ids)
@@ -220,25 +220,25 @@ class SimilarChunks:
         lengths: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Contexts into the catalog, as far as they fit into the model's context; then note that they are settled."""
-        catalog = self.library.store.catalog
+        catalog = self.registry.store.catalog
         for key, record in records.items():
             group = catalog.get_many(chosen[key])
-            wanted = self.library.with_neighbours(record, [group[k] for k in chosen[key] if k in group])
+            wanted = self.registry.with_neighbours(record, [group[k] for k in chosen[key] if k in group])
             wanted = replace(wanted, forward_tokens=lengths.get(key, 0))
             if wanted != record:
                 catalog.replace(wanted)
         self._arrays(_ASSIGNED, namespace, np.int8).put({key: np.zeros(0, np.int8) for key in records})
 
     def _records(self, namespace: str) -> list[ChunkRecord]:
-        catalog = self.library.store.catalog
-        keys = [key for _, key, _ in catalog.texts(self.library.fingerprint, namespace)]
+        catalog = self.registry.store.catalog
+        keys = [key for _, key, _ in catalog.texts(self.registry.fingerprint, namespace)]
         return list(catalog.get_many(keys).values())
 
     def _num_tokens(self) -> dict[str, int]:
-        return _TokenCounts(self.library)
+        return _TokenCounts(self.registry)
 
     def _arrays(self, kind: str, namespace: str, dtype: Any) -> ChunkArrays:
-        return self.arrays.table(kind, self.library.fingerprint, namespace, dtype)
+        return self.arrays.table(kind, self.registry.fingerprint, namespace, dtype)
 
     @property
     def _embedder_name(self) -> str:
@@ -271,9 +271,9 @@ class SimilarChunks:
 class _TokenCounts(dict[str, int]):
     """Tokens of chunks by content hash, read from the catalog when asked for; one that is gone fits nowhere."""
 
-    def __init__(self, library: ChunkLibrary) -> None:
+    def __init__(self, registry: ChunkRegistry) -> None:
         super().__init__()
-        self._catalog = library.store.catalog
+        self._catalog = registry.store.catalog
 
     def __missing__(self, key: str) -> int:
         record = self._catalog.get(key)

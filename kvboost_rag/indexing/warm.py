@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from kvboost_rag.chunks.library import ChunkLibrary
+from kvboost_rag.chunks.fetcher import ChunkFetcher
+from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.datamodels import ChunkRecord, WarmReport
 from kvboost_rag.prompt.segments import canonical_text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def neighbour_choice(
 
 
 def register_documents(
-    library: ChunkLibrary, documents: Sequence[str], neighbours: Sequence[Sequence[str]] | None, namespace: str
+    registry: ChunkRegistry, documents: Sequence[str], neighbours: Sequence[Sequence[str]] | None, namespace: str
 ) -> list[ChunkRecord]:
     """Make documents known, each with its encoding context; nothing is encoded yet.
 
@@ -89,33 +93,33 @@ def register_documents(
         raise TypeError("documents must be a list of texts, got one str; write [text]")
     if neighbours is not None and len(neighbours) != len(documents):
         raise ValueError(f"neighbours are given for {len(neighbours)} of {len(documents)} documents")
-    described = [_describe(library, text, f"documents[{i}]", namespace) for i, text in enumerate(documents)]
+    described = [_describe(registry, text, f"documents[{i}]", namespace) for i, text in enumerate(documents)]
     if neighbours is None:
-        return library.store.catalog.add_many(described)
+        return registry.store.catalog.add_many(described)
     behind = [
-        [_describe(library, text, f"neighbours[{i}]", namespace) for text in texts if canonical_text(text)]
+        [_describe(registry, text, f"neighbours[{i}]", namespace) for text in texts if canonical_text(text)]
         for i, texts in enumerate(neighbours)
     ]
     # First everybody without context, so that neighbours may name each other; then the contexts.
-    catalog = library.store.catalog
+    catalog = registry.store.catalog
     catalog.add_many([*described, *(n for group in behind for n in group)])
     known = catalog.get_many(r.content_hash for r in described)
     for record, group in {r.content_hash: (r, g) for r, g in zip(described, behind, strict=True)}.values():
-        wanted = library.with_neighbours(record, group)
+        wanted = registry.with_neighbours(record, group)
         if wanted.neighbours != known[record.content_hash].neighbours:
             catalog.replace(wanted)  # with a forward of its own length
     found = catalog.get_many(r.content_hash for r in described)
     return [found[r.content_hash] for r in described]
 
 
-def _describe(library: ChunkLibrary, text: str, what: str, namespace: str) -> ChunkRecord:
+def _describe(registry: ChunkRegistry, text: str, what: str, namespace: str) -> ChunkRecord:
     if not isinstance(text, str):
         raise TypeError(f"{what} is a {type(text).__name__}; expected a str")
     try:
-        record = library.describe(text, namespace)
+        record = registry.describe(text, namespace)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
-    room = library.max_chunk_tokens
+    room = registry.max_chunk_tokens
     if room is not None and len(record.token_ids) > room:
         raise ValueError(
             f"{what} has {len(record.token_ids)} tokens, the model's context has room for {room}; split it"
@@ -124,7 +128,7 @@ def _describe(library: ChunkLibrary, text: str, what: str, namespace: str) -> Ch
 
 
 def warm(
-    library: ChunkLibrary,
+    fetcher: ChunkFetcher,
     records: Sequence[ChunkRecord],
     progress: Callable[[WarmProgress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -134,22 +138,22 @@ def warm(
 
     Args:
         records: registered chunks.
-        progress: called after each batch (a batch is one chunk, unless the library encodes several in one forward).
+        progress: called after each batch (a batch is one chunk, unless the engine encodes several in one forward).
         stop: asked before each batch; True ends the job early (what is done stays).
         run: runs one batch, for example in an engine's worker, where requests may come in between.
     """
     distinct = list({r.content_hash: r for r in records}.values())
     num_tokens = sum(len(r.token_ids) for r in distinct)
     tally, done = _Tally(), 0
-    for batch in forwards(distinct, library.identity.batch_size):
+    for batch in forwards(distinct, fetcher.identity.batch_size):
         if stop():
             break
-        run(partial(_warm_batch, library, batch, tally))
+        run(partial(_warm_batch, fetcher, batch, tally))
         tally.tokens += sum(len(r.token_ids) for r in batch)
         if progress is not None:
             done, seconds = done + len(batch), time.perf_counter() - tally.start
             progress(WarmProgress(done, len(distinct), tally.tokens, num_tokens, tally.encoded_tokens, seconds))
-    library.store.flush()
+    fetcher.store.flush()
     return WarmReport(
         num_chunks=len(distinct),
         num_encoded=tally.encoded,
@@ -162,6 +166,12 @@ def warm(
         content_hashes=tuple(r.content_hash for r in records),
         encoded_chunk_tokens=tally.encoded_chunk_tokens,
     )
+
+
+def nothing_warmed(num_chunks: int, reason: str | None) -> WarmReport:
+    """About chunks of a model whose KV cannot be reused."""
+    logger.warning("nothing was warmed: %s", reason)
+    return WarmReport(num_chunks, 0, 0, num_chunks, 0, 0, 0, 0.0)
 
 
 def nothing_encoded(records: Sequence[ChunkRecord]) -> WarmReport:
@@ -193,10 +203,10 @@ def forwards(records: Sequence[ChunkRecord], batch_size: int = 1) -> list[list[C
     return sorted([*filled, *batches], key=lambda batch: min(place[r.content_hash] for r in batch))
 
 
-def _warm_batch(library: ChunkLibrary, batch: Sequence[ChunkRecord], tally: _Tally) -> None:
-    missing = [r for r in batch if r.content_hash not in library.store or library.load(r) is None]
+def _warm_batch(fetcher: ChunkFetcher, batch: Sequence[ChunkRecord], tally: _Tally) -> None:
+    missing = [r for r in batch if r.content_hash not in fetcher.store or fetcher.load(r) is None]
     tally.stored += len(batch) - len(missing)
-    for fetched in library.encode_many(missing):
+    for fetched in fetcher.encode_many(missing):
         tally.encoded += fetched.kept
         tally.failed += not fetched.kept
         tally.encoded_tokens += fetched.encoded_tokens

@@ -13,9 +13,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from kvboost_rag.config import CalibratedDefaults, ConfigError, RepairName, cache_dir
+from kvboost_rag.config import CalibratedDefaults, ConfigError, cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class ModelProfile:
         if self.chosen is None:
             return CalibratedDefaults(reuse="exact")
         return CalibratedDefaults(
-            repair=cast(RepairName, self.chosen.repair),  # checked there
+            repair=self.chosen.repair,
             recompute_ratio=self.chosen.recompute_ratio,
             repair_options=self.chosen.options,
             neighbours=self.chosen.neighbours,
@@ -175,17 +175,30 @@ def _from_json(raw: Any) -> ModelProfile:
 _said: set[str] = set()
 
 
-def say_once(profile: ModelProfile | None, fingerprint: str, name: str) -> str | None:
-    """A sentence on what a model runs on where that is not a profile it passed; None if it was said in this process."""
-    if (profile is not None and profile.passed) or fingerprint in _said:
-        return None
-    _said.add(fingerprint)
-    if profile is None:
+@dataclass(frozen=True)
+class ProfileNotice:
+    """Says once in a process what a model runs on where that is not a profile it passed.
+
+    Attributes:
+        wanted: False where nobody needs to be told: reuse is impossible, or the caller chose the profile.
+    """
+
+    profile: ModelProfile | None
+    fingerprint: str
+    name: str
+    wanted: bool = True
+
+    def take(self) -> str | None:
+        """The sentence; None if there is nothing to say, or it was said."""
+        if not self.wanted or (self.profile is not None and self.profile.passed) or self.fingerprint in _said:
+            return None
+        _said.add(self.fingerprint)
+        if self.profile is None:
+            return (
+                f"{self.name} was never calibrated with this version of transformers, so reuse runs on safe defaults; "
+                f"measure what suits it with: kvboost-rag calibrate {self.name}"
+            )
         return (
-            f"{name} was never calibrated with this version of transformers, so reuse runs on safe defaults; "
-            f"measure what suits it with: kvboost-rag calibrate {name}"
+            f"{self.name} failed calibration (no setting within {self.profile.max_kl:g} nats of full prefill), so only "
+            "exact reuse is used; reuse='blend' overrides that"
         )
-    return (
-        f"{name} failed calibration (no setting within {profile.max_kl:g} nats of full prefill), so only exact reuse "
-        "is used; reuse='blend' overrides that"
-    )

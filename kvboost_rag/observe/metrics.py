@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.datamodels import GenerationResult, HitKind, SegmentKind, SegmentReport
+from kvboost_rag.observe.recorder import Recorder
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -26,7 +27,7 @@ DEVIATION_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 HITS = (HitKind.EXACT, HitKind.APPROXIMATE, HitKind.DONOR)
 
 
-class Metrics:
+class Metrics(Recorder):
     """What one engine reports. Call `record` after each request, `record_encoded` after each chunk, `watch` once.
 
     Engines may share a registry: counters then add up (hits and misses by model), and the gauges hold what the

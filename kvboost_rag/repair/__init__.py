@@ -1,6 +1,10 @@
 """Repair strategies: one a file, one line here."""
 
-from kvboost_rag.repair.base import RepairContext, RepairStrategy
+from collections.abc import Mapping
+from typing import Any
+
+from kvboost_rag.config import ConfigError
+from kvboost_rag.repair.base import RepairContext, RepairPlan, RepairStrategy
 from kvboost_rag.repair.cacheblend import CacheBlendRepair
 from kvboost_rag.repair.full import FullRepair
 from kvboost_rag.repair.none import NoRepair
@@ -13,6 +17,21 @@ STRATEGIES: dict[str, type[RepairStrategy]] = {
     for strategy in (NoRepair, SelectiveRepair, CacheBlendRepair, QueryRepair, SensitivityRepair, FullRepair)
 }
 
+
+def strategy_named(name: str, options: Mapping[str, Any] | None = None) -> RepairStrategy:
+    """The strategy of that name with these parameters.
+
+    Raises:
+        ConfigError: there is none, or it has no such parameter; the message names what there is.
+    """
+    if name not in STRATEGIES:
+        raise ConfigError(f"repair={name!r} is not available; known: {', '.join(STRATEGIES)}")
+    try:
+        return STRATEGIES[name](**(options or {}))
+    except TypeError as error:
+        raise ConfigError(f"repair={name!r}: {error}") from None
+
+
 __all__ = [
     "STRATEGIES",
     "CacheBlendRepair",
@@ -20,7 +39,9 @@ __all__ = [
     "NoRepair",
     "QueryRepair",
     "RepairContext",
+    "RepairPlan",
     "RepairStrategy",
     "SelectiveRepair",
     "SensitivityRepair",
+    "strategy_named",
 ]

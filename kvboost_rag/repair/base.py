@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -14,7 +16,7 @@ from kvboost_rag.forward.row_forward import RowPlan
 from kvboost_rag.kv.buffer import KVBuffer
 
 
-@dataclass
+@dataclass(frozen=True)
 class RepairContext:
     """One prompt, assembled, and what may be spent on it.
 
@@ -26,7 +28,6 @@ class RepairContext:
         question_rows: positions of the suffix, `[num_question]`, the last of `fresh_rows`.
         sensitivity: per document token, `[num_document_tokens]`, how much it depended on its context at index time;
             None where some document has no such estimate.
-        deviation_per_chunk: filled in by strategies that measure it.
     """
 
     model: PreTrainedModel
@@ -37,16 +38,12 @@ class RepairContext:
     question_rows: torch.Tensor
     config: ResolvedConfig
     sensitivity: torch.Tensor | None = None
-    deviation_per_chunk: tuple[float, ...] | None = None
-    _positions: torch.Tensor | None = field(default=None, repr=False)
 
-    @property
+    @cached_property
     def document_rows(self) -> torch.Tensor:
         """Positions of all document tokens, `[num_document_tokens]`, ascending."""
-        if self._positions is None:
-            spans = [torch.arange(start, end) for start, end in self.documents]
-            self._positions = torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
-        return self._positions
+        spans = [torch.arange(start, end) for start, end in self.documents]
+        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
 
     @property
     def num_document_tokens(self) -> int:
@@ -81,6 +78,27 @@ class RepairContext:
         """`[num_document_tokens]` split by document."""
         return list(per_token.split([end - start for start, end in self.documents]))
 
+    def means(self, per_token: torch.Tensor) -> tuple[float, ...]:
+        """`[num_document_tokens]` averaged over each document."""
+        return tuple(float(part.mean()) for part in self.per_chunk(per_token))
+
+
+def not_measured() -> None:
+    """Deviations of a strategy that measures none."""
+
+
+@dataclass(frozen=True)
+class RepairPlan:
+    """What a strategy wants done.
+
+    Attributes:
+        row_plan: rows of the final pass.
+        deviations: asked after the final pass; mean deviation of each document at the probe layer, or None.
+    """
+
+    row_plan: RowPlan
+    deviations: Callable[[], tuple[float, ...] | None] = not_measured
+
 
 class RepairStrategy(ABC):
     """Chooses the document rows to recompute. Stateless; parameters are dataclass fields of the strategy."""
@@ -88,7 +106,7 @@ class RepairStrategy(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def plan(self, context: RepairContext) -> RowPlan:
+    def plan(self, context: RepairContext) -> RepairPlan:
         """Rows of the final pass: the chosen document rows and all fresh rows.
 
         May run passes of its own over `context.buffer`; it must leave document rows usable.

@@ -9,7 +9,7 @@ import torch
 
 from kvboost_rag.config import ConfigError
 from kvboost_rag.forward.row_forward import RowPlan
-from kvboost_rag.repair.base import RepairContext, RepairStrategy, choose, top_mask
+from kvboost_rag.repair.base import RepairContext, RepairPlan, RepairStrategy, choose, top_mask
 from kvboost_rag.repair.deviation import DeviationProbe
 
 
@@ -37,10 +37,11 @@ class CacheBlendRepair(RepairStrategy):
         if self.score not in ("l2", "kl"):
             raise ConfigError(f"score={self.score!r}: expected l2 or kl")
 
-    def plan(self, context: RepairContext) -> RowPlan:
+    def plan(self, context: RepairContext) -> RepairPlan:
         rows = context.with_fresh(context.document_rows)
         last = context.buffer.layout.num_layers - 1
-        return RowPlan(rows, _KeepDeviating(min(self.probe_layer, last), self.score, context))
+        keep = _KeepDeviating(min(self.probe_layer, last), self.score, context)
+        return RepairPlan(RowPlan(rows, keep), lambda: keep.per_chunk)
 
 
 class _KeepDeviating(DeviationProbe):
@@ -51,6 +52,7 @@ class _KeepDeviating(DeviationProbe):
         self.before_layer = layer + 1
         self.context = context
         self.rows = context.with_fresh(context.document_rows)
+        self.per_chunk: tuple[float, ...] | None = None
 
     def keep(self, rows: torch.Tensor) -> torch.Tensor:
         if self.deviation is None:
@@ -64,11 +66,9 @@ class _KeepDeviating(DeviationProbe):
 
     def _chosen(self, deviation: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         context, config = self.context, self.context.config
-        chunks = context.per_chunk(deviation)
-        per_chunk = [float(part.mean()) for part in chunks]
-        context.deviation_per_chunk = tuple(per_chunk)
-        sizes = torch.tensor([len(part) for part in chunks])
-        level = torch.tensor(per_chunk).repeat_interleave(sizes)
+        self.per_chunk = context.means(deviation)
+        sizes = torch.tensor([end - start for start, end in context.documents])
+        level = torch.tensor(self.per_chunk).repeat_interleave(sizes)
         wanted = choose(scores.masked_fill(level < config.tau_reuse, float("-inf")), context, deviation)
         wanted &= level >= config.tau_reuse
         whole = level > config.tau_recompute

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvboost_rag.forward.row_forward import RowPlan
-from kvboost_rag.repair.base import RepairContext, RepairStrategy
+from kvboost_rag.repair.base import RepairContext, RepairPlan, RepairStrategy
 
 
 @dataclass(frozen=True)
@@ -15,5 +15,5 @@ class NoRepair(RepairStrategy):
 
     name: ClassVar[str] = "none"
 
-    def plan(self, context: RepairContext) -> RowPlan:
-        return RowPlan(context.fresh_rows)
+    def plan(self, context: RepairContext) -> RepairPlan:
+        return RepairPlan(RowPlan(context.fresh_rows))

@@ -10,7 +10,7 @@ import torch
 from kvboost_rag.config import ConfigError
 from kvboost_rag.forward.attention_call import AttentionCall, AttentionResult
 from kvboost_rag.forward.row_forward import RowPlan, observe_rows
-from kvboost_rag.repair.base import RepairContext, RepairStrategy, choose
+from kvboost_rag.repair.base import RepairContext, RepairPlan, RepairStrategy, choose
 from kvboost_rag.repair.deviation import DeviationProbe
 
 
@@ -37,18 +37,18 @@ class QueryRepair(RepairStrategy):
         if self.probe_layer < 1:
             raise ConfigError(f"probe_layer={self.probe_layer}: expected 1 or more; layer 0 never deviates")
 
-    def plan(self, context: RepairContext) -> RowPlan:
+    def plan(self, context: RepairContext) -> RepairPlan:
         if context.num_document_tokens == 0 or context.config.max_recompute_ratio == 0:
-            return RowPlan(context.fresh_rows)
+            return RepairPlan(RowPlan(context.fresh_rows))
         mass, deviation = self._measure(context)
         scores = mass.cpu()[context.document_rows]
         if deviation is not None:
-            context.deviation_per_chunk = tuple(float(part.mean()) for part in context.per_chunk(deviation))
             scores = scores * deviation.sqrt()
         elif self.weight == "sensitivity":
             scores = scores * context.known_sensitivity.sqrt()
         chosen = choose(scores, context, deviation)
-        return RowPlan(context.with_fresh(context.document_rows[chosen]))
+        per_chunk = None if deviation is None else context.means(deviation)
+        return RepairPlan(RowPlan(context.with_fresh(context.document_rows[chosen])), lambda: per_chunk)
 
     def _measure(self, context: RepairContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention mass per position, `[prompt_len]`, and deviation per document token where asked for."""

@@ -11,7 +11,7 @@ from kvboost_rag.config import ConfigError
 from kvboost_rag.forward.attention_call import AttentionCall, AttentionResult
 from kvboost_rag.forward.row_forward import RowPlan
 from kvboost_rag.models.hf_cache import LayerKV
-from kvboost_rag.repair.base import RepairContext, RepairStrategy
+from kvboost_rag.repair.base import RepairContext, RepairPlan, RepairStrategy
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class SelectiveRepair(RepairStrategy):
             result += [torch.arange(start, first), torch.arange(max(first, end - self.boundary_tokens), end)]
         return [rows for rows in result if len(rows)]
 
-    def plan(self, context: RepairContext) -> RowPlan:
+    def plan(self, context: RepairContext) -> RepairPlan:
         boundaries = self.boundaries(context)
         if not boundaries or context.max_rows == 0:
-            return RowPlan(context.fresh_rows)
+            return RepairPlan(RowPlan(context.fresh_rows))
         rows = context.with_fresh(torch.cat(boundaries))
         layer = min(self.probe_layer, context.buffer.layout.num_layers - 2)
-        return RowPlan(rows, _KeepUncertain(layer, boundaries, self.tau_entropy, context))
+        return RepairPlan(RowPlan(rows, _KeepUncertain(layer, boundaries, self.tau_entropy, context)))
 
 
 class _KeepUncertain:

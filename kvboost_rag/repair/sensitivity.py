@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvboost_rag.forward.row_forward import RowPlan
-from kvboost_rag.repair.base import RepairContext, RepairStrategy, choose
+from kvboost_rag.repair.base import RepairContext, RepairPlan, RepairStrategy, choose
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class SensitivityRepair(RepairStrategy):
 
     name: ClassVar[str] = "sensitivity"
 
-    def plan(self, context: RepairContext) -> RowPlan:
+    def plan(self, context: RepairContext) -> RepairPlan:
         if context.num_document_tokens == 0 or context.config.max_recompute_ratio == 0:
-            return RowPlan(context.fresh_rows)
+            return RepairPlan(RowPlan(context.fresh_rows))
         chosen = choose(context.known_sensitivity, context)
-        return RowPlan(context.with_fresh(context.document_rows[chosen]))
+        return RepairPlan(RowPlan(context.with_fresh(context.document_rows[chosen])))

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from kvboost_rag.chunks.served import ServedPrompt
 from kvboost_rag.config import ConfigError, GenerationParams
-from kvboost_rag.forward.row_forward import RowPass, RowPlan, row_forward, row_pass
+from kvboost_rag.forward.row_forward import RowPass, row_forward, row_pass
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 from kvboost_rag.prompt.detokenize import Detokenizer, StopMatcher
 from kvboost_rag.prompt.tokens import PromptTokens
@@ -46,19 +47,9 @@ class Decoded:
     finish_reason: str
 
 
-@dataclass(frozen=True)
-class DecodeStart:
-    """Where decoding starts.
-
-    Attributes:
-        token_ids: the whole prompt, `[prompt_len]`.
-        cache: over the buffer with everything in front of the rows still to compute, or None for plain prefill.
-        plan: rows of the final pass, or None if only what lies behind `cache.buffer.length` is to be computed.
-    """
-
-    token_ids: torch.Tensor
-    cache: BufferCache | None = None
-    plan: RowPlan | None = None
+def prompt_tensor(model: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
+    """Token ids `[prompt_len]` where the model expects them."""
+    return torch.tensor(ids, device=model.get_input_embeddings().weight.device)
 
 
 class Decoder:
@@ -71,13 +62,13 @@ class Decoder:
 
     def run(
         self,
-        start: DecodeStart,
+        prompt: ServedPrompt,
         params: GenerationParams,
         on_text: Callable[[str], None],
         on_token: Callable[[], None],
         cancelled: threading.Event,
     ) -> tuple[Decoded, RowPass | None]:
-        """Generate from `start`.
+        """Generate the answer to a prompt that is prepared.
 
         Args:
             on_text: gets each piece of text as soon as no stop string can begin in it.
@@ -89,29 +80,30 @@ class Decoder:
         criteria = [watch, *extra.pop("stopping_criteria", ())]
         kwargs: dict[str, Any] = {name: extra.pop(name) for name in GENERATE_OBJECTS if name in extra}
         kwargs["generation_config"] = self._generation_config(params, extra)
-        if start.cache is not None:
-            kwargs[cache_argument(self.model)] = start.cache
-        with self._final_pass(start) as rows, _seeded(params.seed, self.model.device):
+        if prompt.cache is not None:
+            kwargs[cache_argument(self.model)] = prompt.cache
+        ids = prompt_tensor(self.model, prompt.token_ids)
+        with self._final_pass(prompt, ids) as rows, _seeded(params.seed, self.model.device):
             self.model.generate(
-                start.token_ids[None],
-                attention_mask=torch.ones_like(start.token_ids)[None],
+                ids[None],
+                attention_mask=torch.ones_like(ids)[None],
                 stopping_criteria=StoppingCriteriaList(criteria),
                 **kwargs,
             )
         return watch.finish(params.max_new_tokens), rows
 
     @torch.no_grad()
-    def score(self, start: DecodeStart, continuation: Sequence[int]) -> torch.Tensor:
+    def score(self, prompt: ServedPrompt, continuation: Sequence[int]) -> torch.Tensor:
         """Logits behind the prompt and behind each token of a given continuation, float32 `[len + 1, vocab_size]`."""
-        ids = torch.tensor(list(continuation), dtype=torch.long, device=start.token_ids.device)
-        if start.cache is None or start.plan is None:
-            done = start.cache.buffer.length if start.cache is not None else 0
-            rest = torch.cat([start.token_ids[done:], ids])
-            return self._append(rest, start.cache, done)[-(len(ids) + 1) :]
-        first = row_forward(self.model, start.cache.buffer, start.token_ids, start.plan).logits[None].float()
+        start = prompt_tensor(self.model, prompt.token_ids)
+        ids = torch.tensor(list(continuation), dtype=torch.long, device=start.device)
+        if prompt.cache is None or prompt.plan is None:
+            done = prompt.cache.buffer.length if prompt.cache is not None else 0
+            return self._append(torch.cat([start[done:], ids]), prompt.cache, done)[-(len(ids) + 1) :]
+        first = row_forward(self.model, prompt.cache.buffer, start, prompt.plan.row_plan).logits[None].float()
         if not len(ids):
             return first
-        return torch.cat([first, self._append(ids, start.cache, len(start.token_ids))])
+        return torch.cat([first, self._append(ids, prompt.cache, len(start))])
 
     def _append(self, ids: torch.Tensor, cache: BufferCache | None, position: int) -> torch.Tensor:
         kwargs: dict[str, Any] = {} if cache is None else {cache_argument(self.model): cache}
@@ -120,12 +112,12 @@ class Decoder:
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _final_pass(self, start: DecodeStart) -> AbstractContextManager[RowPass | None]:
+    def _final_pass(self, prompt: ServedPrompt, ids: torch.Tensor) -> AbstractContextManager[RowPass | None]:
         """Makes `generate`'s first forward the partial one, so that no forward is spent on getting started."""
-        if start.cache is None or start.plan is None:
+        if prompt.cache is None or prompt.plan is None:
             return nullcontext()
-        start.cache.buffer.length = len(start.token_ids) - 1
-        return row_pass(self.model, start.cache, start.token_ids, start.plan)
+        prompt.cache.buffer.length = len(ids) - 1
+        return row_pass(self.model, prompt.cache, ids, prompt.plan.row_plan)
 
     def _end_ids(self, params: GenerationParams) -> tuple[int, ...]:
         return tuple(dict.fromkeys((*self.eos_token_ids, *params.stop_token_ids)))

@@ -1,120 +1,139 @@
-"""One request's way from a located prompt to a buffer that decoding can start from."""
+"""One request's way from lookup to a buffer that decoding can start from."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_rag.chunks import fetching
 from kvboost_rag.chunks.donors import Donors
-from kvboost_rag.chunks.library import FetchedChunk
-from kvboost_rag.chunks.lookup import LocatedPrompt
+from kvboost_rag.chunks.fetched import FetchedChunk
 from kvboost_rag.chunks.prefix_cache import PrefixCache
+from kvboost_rag.chunks.served import ServedPrompt, ServedSegment
 from kvboost_rag.config import ResolvedConfig
 from kvboost_rag.datamodels import ChunkRecord, DiskChoice, HitKind, SegmentKind
+from kvboost_rag.forward.probe import ProbeReport
 from kvboost_rag.kv.assemble import PlacedEntry, assemble
-from kvboost_rag.kv.buffer import BufferPool, KVBuffer, KVLayout
+from kvboost_rag.kv.buffer import BufferPool, KVBuffer
 from kvboost_rag.kv.realign import PositionTables
 from kvboost_rag.models.hf_cache import BufferCache
 from kvboost_rag.observe.timing import StageClock
-from kvboost_rag.repair import RepairContext, RepairStrategy
-from kvboost_rag.serving.decode import DecodeStart
+from kvboost_rag.repair import RepairContext
+from kvboost_rag.serving.decode import prompt_tensor
+from kvboost_rag.serving.requests import Request
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass
-class Prepared:
-    """Everything in front of decoding, and what is known about it.
-
-    Attributes:
-        start: where decoding starts.
-        reuse: the mode that was really used.
-        hits: where each segment's KV comes from.
-        exact_tokens: tokens taken from the exact path.
-        created_tokens: tokens whose KV was computed and stored on the way.
-        repair: what repair saw and chose, or None without repair.
-    """
-
-    start: DecodeStart
-    reuse: str
-    hits: list[HitKind]
-    exact_tokens: int = 0
-    created_tokens: int = 0
-    repair: RepairContext | None = None
-    strategy: str = "none"
-    fallback_reason: str | None = None
-    chunks: list[FetchedChunk] = field(default_factory=list)
+Register = Callable[[str], ChunkRecord]
 
 
-class Pipeline:
-    """The stages between segmentation and decoding, for one model that can be reused."""
+class PlainPrefill:
+    """The way of every prompt on a model whose KV cannot be reused."""
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, donors: Donors, prefixes: PrefixCache) -> None:
+    reusable = False
+
+    def register(self, request: Request) -> Register | None:
+        """What makes the request's documents known; None: nothing does."""
+        return None
+
+    def prepare(self, prompt: ServedPrompt, request: Request, room: int, clock: StageClock) -> ServedPrompt:
+        """Everything in front of decoding; `room` is the number of tokens that the answer may have."""
+        return prompt
+
+    def recycle(self, prompt: ServedPrompt) -> None:
+        """The request is over."""
+
+
+class Pipeline(PlainPrefill):
+    """The stages between lookup and decoding, for a model that can be reused."""
+
+    reusable = True
+
+    def __init__(self, model: PreTrainedModel, probe: ProbeReport, donors: Donors, prefixes: PrefixCache) -> None:
         self.model = model
-        self.layout = layout
-        self.library = donors.library
+        self.layout = probe.require_layout
+        self.max_positions = probe.max_positions
+        self.fetcher = donors.fetcher
         self.donors = donors
         self.prefixes = prefixes
-        self.buffers = BufferPool(layout)
+        self.buffers = BufferPool(self.layout)
         self._tables: PositionTables | None = None
 
-    def exact(self, located: LocatedPrompt, namespace: str, room: int, clock: StageClock) -> Prepared:
+    def register(self, request: Request) -> Register | None:
+        config = request.config
+        if config.reuse == "off":
+            return None
+        owner = self.donors if config.donors and config.reuse == "blend" else self.fetcher.registry
+        return lambda text: owner.register(text, config.namespace)
+
+    def prepare(self, prompt: ServedPrompt, request: Request, room: int, clock: StageClock) -> ServedPrompt:
+        """Lookup, load, realign, repair; plain prefill where there is nothing to reuse."""
+        reuse, limit = request.config.reuse, self.max_positions
+        if reuse == "off":
+            return prompt
+        if limit is not None and len(prompt.token_ids) + room > limit:
+            return prompt.plain(f"the model's RoPE is constant up to {limit} positions only")
+        if reuse == "exact":
+            return self.exact(prompt, request.config.namespace, room, clock)
+        return self.blend(prompt, request, room, clock) if prompt.documents else prompt
+
+    def exact(self, prompt: ServedPrompt, namespace: str, room: int, clock: StageClock) -> ServedPrompt:
         """A prefix cache over the whole prompt. Whole blocks are found and stored; the rest is left to decoding."""
-        ids = located.token_ids
+        ids = prompt.token_ids
         whole = self.prefixes.whole(len(ids) - 1)
         cache = BufferCache(self.buffers.take(len(ids) + room))
-        loaded = self.prefixes.load(cache, ids[:whole], namespace)
-        clock.lap("load_ms")
-        created = self.prefixes.fill(cache, ids[:whole], namespace)
-        clock.lap("prefix_ms")
-        hits = [HitKind.EXACT if s.end <= loaded else HitKind.PREFILLED for s in located.segments]
-        return Prepared(DecodeStart(self._tensor(ids), cache), "exact", hits, loaded, created)
-
-    def blend(
-        self, located: LocatedPrompt, config: ResolvedConfig, strategy: RepairStrategy, room: int, clock: StageClock
-    ) -> Prepared:
-        """Exact hits for the prefix, chunk KV for documents, repair of the rows that the strategy chooses."""
-        chunks = self._fetch(located, config, clock)
-        ids = located.token_ids
-        cache = BufferCache(self.buffers.take(len(ids) + room))
-        prefix = tuple(i for s in located.of_kind(SegmentKind.PREFIX) for i in s.token_ids)
-        loaded = self.prefixes.load(cache, prefix, config.namespace)
-        clock.lap("load_ms")
-        created = self.prefixes.fill(cache, prefix, config.namespace)
-        clock.lap("prefix_ms")
-        self._assemble(located, chunks, cache.buffer)
-        clock.lap("realign_ms")
-        context = self._context(located, cache.buffer, config)
-        context.sensitivity = _joined([chunk.sensitivity for chunk in chunks])
-        plan = strategy.plan(context)
-        clock.lap("repair_ms")
-        created += sum(len(c.record.token_ids) for c in chunks if c.hit is HitKind.ENCODED)
-        created += sum(c.computed_tokens for c in chunks)
-        return Prepared(
-            DecodeStart(context.token_ids, cache, plan),
-            "blend",
-            self._hits(located, chunks, loaded == len(prefix)),
-            loaded,
-            created,
-            context,
-            strategy.name,
-            chunks=chunks,
+        loaded, created = self._fill(cache, ids[:whole], namespace, clock)
+        segments = tuple(replace(s, exact=s.end <= loaded) for s in prompt.segments)
+        return replace(
+            prompt, segments=segments, reuse="exact", cache=cache, exact_tokens=loaded, created_tokens=created
         )
 
-    def _fetch(self, located: LocatedPrompt, config: ResolvedConfig, clock: StageClock) -> list[FetchedChunk]:
+    def blend(self, prompt: ServedPrompt, request: Request, room: int, clock: StageClock) -> ServedPrompt:
+        """Exact hits for the prefix, chunk KV for documents, repair of the rows that the strategy chooses."""
+        config = request.config
+        prompt = self._fetch(prompt, config, clock)
+        cache = BufferCache(self.buffers.take(len(prompt.token_ids) + room))
+        prefix = tuple(i for s in prompt.of_kind(SegmentKind.PREFIX) for i in s.segment.token_ids)
+        loaded, created = self._fill(cache, prefix, config.namespace, clock)
+        self._assemble(prompt, cache.buffer)
+        clock.lap("realign_ms")
+        plan = request.strategy.plan(self._context(prompt, cache.buffer, config))
+        clock.lap("repair_ms")
+        whole = loaded == len(prefix)
+        return replace(
+            prompt,
+            segments=tuple(replace(s, exact=whole and s.kind is SegmentKind.PREFIX) for s in prompt.segments),
+            reuse="blend",
+            cache=cache,
+            plan=plan,
+            strategy=request.strategy.name,
+            exact_tokens=loaded,
+            created_tokens=created + sum(_created(s.chunk) for s in prompt.documents if s.chunk is not None),
+        )
+
+    def _fill(
+        self, cache: BufferCache, token_ids: tuple[int, ...], namespace: str, clock: StageClock
+    ) -> tuple[int, int]:
+        """Exact KV of the prompt's beginning: how many tokens were found, and how many computed and stored."""
+        loaded = self.prefixes.load(cache, token_ids, namespace)
+        clock.lap("load_ms")
+        created = self.prefixes.fill(cache, token_ids, namespace)
+        clock.lap("prefix_ms")
+        return loaded, created
+
+    def _fetch(self, prompt: ServedPrompt, config: ResolvedConfig, clock: StageClock) -> ServedPrompt:
         """KV of every document segment, missing ones encoded; a text that occurs twice is fetched once."""
-        library, records = self.library, {r.content_hash: r for _, r in located.documents}
-        choices = {key: fetching.choose(library, r, config.disk_load == "always") for key, r in records.items()}
+        records = {s.record.content_hash: s.record for s in prompt.segments if s.record is not None}
+        choices = {key: self.fetcher.choose(r, config.disk_load == "always") for key, r in records.items()}
         clock.lap("lookup_ms")
-        found = fetching.load_all(library, records, choices)
+        found = self.fetcher.load_all(records, choices)
         clock.lap("load_ms")
         fetched = {key: found.get(key) or self._compute(r, choices[key], config) for key, r in records.items()}
         clock.lap("encode_ms")
-        return [fetched[record.content_hash] for _, record in located.documents]
+        return prompt.with_chunks(fetched)
 
     def _compute(self, record: ChunkRecord, choice: DiskChoice | None, config: ResolvedConfig) -> FetchedChunk:
         """A chunk that is missing: for this request out of a donor, or encoded and kept."""
@@ -128,64 +147,49 @@ class Pipeline:
                 made = None
             if made is not None:
                 return made
-        return fetching.encode(self.library, record, choice)
+        again = choice == "recompute"
+        return replace(self.fetcher.encode(record, again), disk_choice="recompute" if again else None)
 
-    def _assemble(self, located: LocatedPrompt, chunks: list[FetchedChunk], buffer: KVBuffer) -> None:
-        length = len(located.token_ids)
+    def _assemble(self, prompt: ServedPrompt, buffer: KVBuffer) -> None:
+        length = len(prompt.token_ids)
         if self._tables is None or self._tables.num_positions < length:
             # No longer than the prompt: some models change their frequencies for positions beyond their range.
             self._tables = PositionTables.of(self.layout, length)
-        starts = [segment.start for segment, _ in located.documents]
-        placed = [PlacedEntry(chunk.payload, start) for chunk, start in zip(chunks, starts, strict=True)]
+        placed = [PlacedEntry(s.chunk.payload, s.start) for s in prompt.documents if s.chunk is not None]
         assemble(buffer, placed, self._tables)
 
-    def _context(self, located: LocatedPrompt, buffer: KVBuffer, config: ResolvedConfig) -> RepairContext:
-        ids = located.token_ids
-        fresh = [torch.arange(s.start, s.end) for s in located.of_kind(SegmentKind.TEXT, SegmentKind.SUFFIX)]
-        question = [torch.arange(s.start, s.end) for s in located.of_kind(SegmentKind.SUFFIX)]
-        last = torch.tensor([len(ids) - 1])  # gives the first token's logits, whatever it belongs to
+    def _context(self, prompt: ServedPrompt, buffer: KVBuffer, config: ResolvedConfig) -> RepairContext:
+        last = torch.tensor([len(prompt.token_ids) - 1])  # gives the first token's logits, whatever it belongs to
+        fresh = _rows(prompt.of_kind(SegmentKind.TEXT, SegmentKind.SUFFIX))
+        question = _rows(prompt.of_kind(SegmentKind.SUFFIX))
         return RepairContext(
             model=self.model,
             buffer=buffer,
-            token_ids=self._tensor(ids),
-            documents=tuple((s.start, s.end) for s, _ in located.documents),
+            token_ids=prompt_tensor(self.model, prompt.token_ids),
+            documents=tuple((s.start, s.end) for s in prompt.documents),
             fresh_rows=torch.unique(torch.cat([*fresh, last])),
             question_rows=torch.unique(torch.cat([*question, last])),
             config=config,
+            sensitivity=_sensitivity(prompt),
         )
 
-    def _hits(self, located: LocatedPrompt, chunks: list[FetchedChunk], prefix_hit: bool) -> list[HitKind]:
-        documents = iter(chunks)
-        hits = []
-        for segment, record in zip(located.segments, located.records, strict=True):
-            if record is not None:
-                hits.append(next(documents).hit)
-            else:
-                exact = segment.kind is SegmentKind.PREFIX and prefix_hit
-                hits.append(HitKind.EXACT if exact else HitKind.PREFILLED)
-        return hits
-
-    def recycle(self, prepared: Prepared) -> None:
+    def recycle(self, prompt: ServedPrompt) -> None:
         """The request is over: its buffer may serve the next one."""
-        if prepared.start.cache is not None:
-            self.buffers.give_back(prepared.start.cache.buffer)
-
-    def _tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
-        return prompt_tensor(self.model, ids)
+        if prompt.cache is not None:
+            self.buffers.give_back(prompt.cache.buffer)
 
 
-def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Sensitivity of all document tokens, float32 `[num_document_tokens]`; None if some document has none."""
+def _created(chunk: FetchedChunk) -> int:
+    """Tokens of a chunk that were computed in this request."""
+    return len(chunk.record.token_ids) if chunk.hit is HitKind.ENCODED else chunk.computed_tokens
+
+
+def _rows(segments: list[ServedSegment]) -> list[torch.Tensor]:
+    return [torch.arange(s.start, s.end) for s in segments]
+
+
+def _sensitivity(prompt: ServedPrompt) -> torch.Tensor | None:
+    """Of all document tokens, float32 `[num_document_tokens]`; None if some document has none."""
+    parts = [s.chunk.sensitivity for s in prompt.documents if s.chunk is not None]
     known = [part.float().cpu() for part in parts if part is not None]
     return torch.cat(known) if known and len(known) == len(parts) else None
-
-
-def prompt_tensor(model: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
-    """Token ids `[prompt_len]` where the model expects them."""
-    return torch.tensor(ids, device=model.get_input_embeddings().weight.device)
-
-
-def plain(model: PreTrainedModel, located: LocatedPrompt, reason: str | None = None) -> Prepared:
-    """No reuse: decoding prefills the whole prompt."""
-    hits = [HitKind.PREFILLED] * len(located.segments)
-    return Prepared(DecodeStart(prompt_tensor(model, located.token_ids)), "off", hits, fallback_reason=reason)

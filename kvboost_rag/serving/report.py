@@ -2,93 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from kvboost_rag.chunks.library import FetchedChunk
-from kvboost_rag.chunks.lookup import LocatedPrompt
-from kvboost_rag.datamodels import GenerationResult, HitKind, RepairReport, SegmentKind, SegmentReport, Usage
+from kvboost_rag.chunks.fetched import FetchedChunk
+from kvboost_rag.chunks.served import ServedPrompt, ServedSegment
+from kvboost_rag.datamodels import GenerationResult, HitKind, RepairReport, SegmentReport, Usage
 from kvboost_rag.forward.row_forward import RowPass
 from kvboost_rag.observe.timing import StageClock
 from kvboost_rag.serving.decode import Decoded
-from kvboost_rag.serving.pipeline import Prepared
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The pieces of a finished request."""
+def build_result(prompt: ServedPrompt, rows: RowPass | None, decoded: Decoded, clock: StageClock) -> GenerationResult:
+    """The result as callers see it. Holds no tensors.
 
-    located: LocatedPrompt
-    prepared: Prepared
-    rows: RowPass | None
-    decoded: Decoded
-    clock: StageClock
-
-
-def build_result(outcome: Outcome) -> GenerationResult:
-    """The result as callers see it. Holds no tensors."""
-    recomputed = _recomputed_rows(outcome)
-    clock = outcome.clock
+    Args:
+        rows: the final pass, None where there was none.
+    """
+    recomputed = _recomputed_rows(prompt, rows)
+    deviations = prompt.plan.deviations() if prompt.plan is not None else None
     return GenerationResult(
-        text=outcome.decoded.text,
-        token_ids=outcome.decoded.token_ids,
-        finish_reason=outcome.decoded.finish_reason,
-        usage=_usage(outcome, len(recomputed)),
-        reuse=outcome.prepared.reuse,
-        segments=_segments(outcome, recomputed),
-        repair=_repair(outcome, recomputed),
+        text=decoded.text,
+        token_ids=decoded.token_ids,
+        finish_reason=decoded.finish_reason,
+        usage=_usage(prompt, len(recomputed), len(decoded.token_ids)),
+        reuse=prompt.reuse,
+        segments=_segments(prompt, recomputed, deviations or ()),
+        repair=_repair(prompt, recomputed, deviations),
         timings_ms=dict(clock.timings_ms),
         ttft_ms=clock.ttft_ms or 0.0,
         total_ms=clock.total_ms,
-        fallback_reason=outcome.prepared.fallback_reason,
+        fallback_reason=prompt.fallback_reason,
     )
 
 
-def _recomputed_rows(outcome: Outcome) -> tuple[int, ...]:
+def _recomputed_rows(prompt: ServedPrompt, rows: RowPass | None) -> tuple[int, ...]:
     """Document rows of the final pass (the prompt's last row counts too if it is a document's)."""
-    if outcome.rows is None or outcome.prepared.repair is None:
+    if rows is None:
         return ()
-    spans = outcome.prepared.repair.documents
-    return tuple(row for row in outcome.rows.rows.tolist() if any(a <= row < b for a, b in spans))
+    spans = [(s.start, s.end) for s in prompt.documents]
+    return tuple(row for row in rows.rows.tolist() if any(a <= row < b for a, b in spans))
 
 
-def _usage(outcome: Outcome, num_recomputed: int) -> Usage:
-    total = len(outcome.located.token_ids)
-    cached = outcome.prepared.exact_tokens
-    if outcome.prepared.repair is not None:
-        cached += outcome.prepared.repair.num_document_tokens - num_recomputed
+def _usage(prompt: ServedPrompt, num_recomputed: int, num_output: int) -> Usage:
+    total, cached = len(prompt.token_ids), prompt.exact_tokens
+    if prompt.plan is not None:
+        cached += prompt.num_document_tokens - num_recomputed
     return Usage(
         input_tokens=total,
         cached_tokens=cached,
         recomputed_tokens=num_recomputed,
         prefilled_tokens=total - cached - num_recomputed,
-        created_tokens=outcome.prepared.created_tokens,
-        output_tokens=len(outcome.decoded.token_ids),
+        created_tokens=prompt.created_tokens,
+        output_tokens=num_output,
     )
 
 
-def _segments(outcome: Outcome, recomputed: tuple[int, ...]) -> tuple[SegmentReport, ...]:
-    deviations = iter(_deviations(outcome) or ())
-    chunks = iter(outcome.prepared.chunks)
-    reports = []
-    for segment, record, hit in zip(
-        outcome.located.segments, outcome.located.records, outcome.prepared.hits, strict=True
-    ):
-        chunk = next(chunks, None) if record is not None else None
-        is_document = segment.kind is SegmentKind.DOCUMENT and record is not None
-        reports.append(
-            SegmentReport(
-                kind=segment.kind,
-                hit=hit,
-                start=segment.start,
-                num_tokens=len(segment.token_ids),
-                num_recomputed_tokens=sum(segment.start <= row < segment.end for row in recomputed),
-                content_hash=record.content_hash if record is not None else None,
-                deviation=next(deviations, None) if is_document else None,
-                disk_choice=chunk.disk_choice if chunk is not None else None,
-                num_donor_tokens=_donor_tokens(chunk),
-            )
-        )
-    return tuple(reports)
+def _segments(
+    prompt: ServedPrompt, recomputed: tuple[int, ...], deviations: Sequence[float]
+) -> tuple[SegmentReport, ...]:
+    measured = iter(deviations)
+    return tuple(_segment(s, recomputed, next(measured, None) if s.record else None) for s in prompt.segments)
+
+
+def _segment(served: ServedSegment, recomputed: tuple[int, ...], deviation: float | None) -> SegmentReport:
+    return SegmentReport(
+        kind=served.kind,
+        hit=served.hit,
+        start=served.start,
+        num_tokens=served.end - served.start,
+        num_recomputed_tokens=sum(served.start <= row < served.end for row in recomputed),
+        content_hash=served.record.content_hash if served.record is not None else None,
+        deviation=deviation,
+        disk_choice=served.chunk.disk_choice if served.chunk is not None else None,
+        num_donor_tokens=_donor_tokens(served.chunk),
+    )
 
 
 def _donor_tokens(chunk: FetchedChunk | None) -> int:
@@ -97,19 +84,13 @@ def _donor_tokens(chunk: FetchedChunk | None) -> int:
     return len(chunk.record.token_ids) - chunk.computed_tokens
 
 
-def _repair(outcome: Outcome, recomputed: tuple[int, ...]) -> RepairReport:
-    context = outcome.prepared.repair
-    if context is None:
+def _repair(prompt: ServedPrompt, recomputed: tuple[int, ...], deviations: tuple[float, ...] | None) -> RepairReport:
+    if prompt.plan is None:
         return RepairReport("none")
-    cache = outcome.prepared.start.cache
     return RepairReport(
-        strategy=outcome.prepared.strategy,
+        strategy=prompt.strategy,
         rows=recomputed,
-        recompute_ratio=len(recomputed) / max(1, context.num_document_tokens),
-        deviation_per_chunk=context.deviation_per_chunk,
-        rows_per_layer=tuple(cache.rows_per_layer) if cache is not None else (),
+        recompute_ratio=len(recomputed) / max(1, prompt.num_document_tokens),
+        deviation_per_chunk=deviations,
+        rows_per_layer=tuple(prompt.cache.rows_per_layer) if prompt.cache is not None else (),
     )
-
-
-def _deviations(outcome: Outcome) -> tuple[float, ...] | None:
-    return outcome.prepared.repair.deviation_per_chunk if outcome.prepared.repair is not None else None

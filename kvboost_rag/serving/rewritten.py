@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from kvboost_rag.chunks.library import ChunkLibrary
-from kvboost_rag.chunks.lookup import LocatedPrompt
+from kvboost_rag.chunks.registry import ChunkRegistry
+from kvboost_rag.chunks.served import ServedPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -22,15 +22,15 @@ class RewrittenNotice:
     def __init__(self) -> None:
         self._said: set[int] = set()
 
-    def check(self, located: LocatedPrompt, library: ChunkLibrary, namespace: str) -> None:
+    def check(self, prompt: ServedPrompt, registry: ChunkRegistry, namespace: str) -> None:
         """Look at a prompt in which no document was found. Costs nothing once said, or where one was found."""
-        if located.documents or len(self._said) == 2 or len(located.token_ids) < MIN_PROMPT_TOKENS:
+        if prompt.documents or len(self._said) == 2 or len(prompt.token_ids) < MIN_PROMPT_TOKENS:
             return
-        known = library.known_texts(namespace)
+        known = registry.known_texts(namespace)
         if not len(known):
             return
-        num_tokens = len(located.token_ids)
-        beginnings = known.num_beginnings("".join(segment.text for segment in located.segments))
+        num_tokens = len(prompt.token_ids)
+        beginnings = known.num_beginnings("".join(s.segment.text for s in prompt.segments))
         if beginnings and logging.WARNING not in self._said:
             self._said.add(logging.WARNING)
             logger.warning(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvboost_rag.stores.base import Store
@@ -64,12 +64,31 @@ def delete_source(store: Store, namespace: str, source_id: str) -> Removed:
     """
     if (namespace, source_id) not in store.catalog.sources.all(namespace):
         raise KeyError(source_id)
-    # The chunks first: if this stops in the middle, the source is still there and can be deleted again.
-    chunks = store.catalog.sources.chunks_of(namespace, source_id)
-    alone = [c for c in dict.fromkeys(chunks) if store.catalog.sources.of_chunk(c) == (source_id,)]
-    removed = forget(store, alone)
-    store.catalog.sources.unlink(namespace, source_id)
-    store.catalog.database.wipe_log()
+    return delete_sources(store, namespace, [source_id], lambda keys: forget(store, keys))
+
+
+def delete_sources(
+    store: Store, namespace: str, source_ids: Iterable[str], forget_chunks: Callable[[Sequence[str]], Removed]
+) -> Removed:
+    """Forget those of the sources that are known, for every model, and the chunks that no other source has.
+
+    Args:
+        forget_chunks: `forget`, and whatever else has to happen with it.
+
+    Raises:
+        StoreError: as `forget`.
+    """
+    catalog = store.catalog
+    sources = [name for name in dict.fromkeys(source_ids) if (namespace, name) in catalog.sources.all(namespace)]
+    if not sources:
+        return Removed()
+    # The chunks first: if this stops in the middle, the sources are still there and can be deleted again.
+    removed = forget_chunks(
+        catalog.sources.only_of({name: catalog.sources.chunks_of(namespace, name) for name in sources})
+    )
+    for name in sources:
+        catalog.sources.unlink(namespace, name)
+    catalog.database.wipe_log()
     return removed
 
 

@@ -76,7 +76,7 @@ def test_an_edited_document_takes_what_is_identical_and_then_gets_its_own_kv(mak
     assert metrics._families.hits.labels(model="m", strategy="query", kind="donor")._value.get() == 1
     assert metrics._families.reused._value.get() <= seen.num_donor_tokens
     engine.finish_background()
-    key = engine.library.describe(NEW, "").content_hash
+    key = engine.registry.describe(NEW, "").content_hash
     assert key in engine.store, "its own KV is computed afterwards"
     assert document(ask(engine)).hit is HitKind.APPROXIMATE
     clean = make_engine(donors=False)
@@ -106,9 +106,9 @@ def test_a_new_document_takes_over_its_donors_context(make_engine: MakeEngine, c
     engine.warm([OLD, OTHER], neighbours=[[OTHER], []])
     result = ask(engine)
     assert document(result).hit is HitKind.DONOR
-    record = engine.store.catalog.get(engine.library.describe(NEW, "").content_hash)
+    record = engine.store.catalog.get(engine.registry.describe(NEW, "").content_hash)
     assert record is not None
-    assert record.neighbours == (engine.library.describe(OTHER, "").content_hash,)
+    assert record.neighbours == (engine.registry.describe(OTHER, "").content_hash,)
 
 
 def test_a_chunk_keeps_the_context_it_has(make_engine: MakeEngine) -> None:
@@ -118,7 +118,7 @@ def test_a_chunk_keeps_the_context_it_has(make_engine: MakeEngine) -> None:
     prompt = f"{NEW}\n\nWho?"
     before = engine.logits(prompt)
     engine.warm([OLD, OTHER], neighbours=[[OTHER], []])
-    engine.store.delete(engine.library.describe(NEW, "").content_hash)
+    engine.store.delete(engine.registry.describe(NEW, "").content_hash)
     assert torch.equal(engine.logits(prompt), before)
     assert document(ask(engine)).hit is HitKind.APPROXIMATE
 
@@ -153,7 +153,7 @@ def test_forgotten_and_evicted_chunks_are_no_donors(make_engine: MakeEngine) -> 
     engine = make_engine()
     engine.warm([OLD])
     ask(engine, OTHER)
-    engine.store.delete(engine.library.describe(OLD, "").content_hash)
+    engine.store.delete(engine.registry.describe(OLD, "").content_hash)
     assert document(ask(engine)).hit is HitKind.ENCODED
     engine.evict([OLD, NEW])
     assert document(ask(engine)).hit is HitKind.ENCODED
@@ -252,9 +252,9 @@ def test_answers_about_an_edit_are_those_of_a_fresh_encoding(smollm2: Any, edit:
         engine.finish_background()
         engine.evict([text])
         ours = engine.logits(prompt, documents=[text], repair="none", donors=True, strict=True).log_softmax(-1)[0]
-        record = engine.store.catalog.get(engine.library.describe(text, "").content_hash)
+        record = engine.store.catalog.get(engine.registry.describe(text, "").content_hash)
         assert record is not None
         assert record.content_hash not in engine.store or not has_donor
-        engine.library.encode(record)
+        engine.fetcher.encode(record)
         fresh = engine.logits(prompt, repair="none", strict=True).log_softmax(-1)[0]
     assert float((fresh.exp() * (fresh - ours)).sum()) < 0.01

@@ -120,14 +120,14 @@ def engine(smollm2: Any) -> Iterator[KVBoost]:
 
 
 def job_of(engine: KVBoost, text: str) -> EncodingJob:
-    return engine.library.check(engine.library.register(text, ""))[0]
+    return engine.registry.check(engine.registry.register(text, ""))[0]
 
 
 def answer_logits(engine: KVBoost, edit: str, kv: ChunkKV) -> torch.Tensor:
     """Log-probabilities `[num_answer_tokens + 1, vocab_size]` along the answer with `kv` stored for the edited text."""
     text, question, answer = EDITS[edit]
-    record = engine.library.register(text, "")
-    engine.library.keep(record, kv, *engine.library.check(record))
+    record = engine.registry.register(text, "")
+    engine.fetcher.keep(record, kv, *engine.registry.check(record))
     messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
     return engine.logits(messages, engine.tokens.document_ids(answer), repair="none", strict=True).log_softmax(-1)
 
@@ -144,7 +144,7 @@ def donor_kv(engine: KVBoost, edit: str, settle_tokens: int | None) -> ChunkKV |
     plan = index.find(wanted.token_ids, {"station": station.token_ids}.get)
     if plan is None:
         return None
-    encoder = engine.library.encoder
+    encoder = engine.fetcher.encoder
     made = encode_from_donor(engine.model, encoder.layout, wanted, plan, encoder.encode(station))
     assert made.forwarded_tokens < wanted.num_tokens
     return made.kv
@@ -153,7 +153,7 @@ def donor_kv(engine: KVBoost, edit: str, settle_tokens: int | None) -> ChunkKV |
 @pytest.mark.model
 @pytest.mark.parametrize("edit", sorted(EDITS))
 def test_answers_about_an_edit_are_those_of_a_fresh_encoding(engine: KVBoost, edit: str) -> None:
-    fresh = answer_logits(engine, edit, engine.library.encoder.encode(job_of(engine, EDITS[edit][0])))
+    fresh = answer_logits(engine, edit, engine.fetcher.encoder.encode(job_of(engine, EDITS[edit][0])))
     made = donor_kv(engine, edit, settle_tokens=None)
     assert (made is None) == (edit == "an insertion at the start"), "nothing stands before the first change there"
     if made is not None:
@@ -166,5 +166,5 @@ def test_answers_about_an_edit_are_those_of_a_fresh_encoding(engine: KVBoost, ed
 def test_a_stale_chunk_would_have_been_noticed(engine: KVBoost) -> None:
     stale, wanted = job_of(engine, STATION), job_of(engine, EDITS["a digit"][0])
     assert len(stale.token_ids) == len(wanted.token_ids)
-    fresh = answer_logits(engine, "a digit", engine.library.encoder.encode(wanted))
-    assert divergence(fresh, answer_logits(engine, "a digit", engine.library.encoder.encode(stale))) > 1
+    fresh = answer_logits(engine, "a digit", engine.fetcher.encoder.encode(wanted))
+    assert divergence(fresh, answer_logits(engine, "a digit", engine.fetcher.encoder.encode(stale))) > 1

@@ -48,7 +48,7 @@ def bits_of(engine: KVBoost) -> dict[str, bytes]:
     """KV of every chunk, by its text, loaded or else encoded alone."""
     found = {}
     for record in engine.store.catalog.get_many(engine.store.catalog.hashes()).values():
-        kv = engine.library.fetch(record).kv
+        kv = engine.fetcher.fetch(record).kv
         found[record.text] = b"".join(t.numpy().tobytes() for t in (*kv.keys, *kv.values))
     return found
 

@@ -56,15 +56,15 @@ def make_engine(tiny_model: Any, embedder: WordEmbedder) -> Iterator[MakeEngine]
 
 def behind(engine: KVBoost, text: str, namespace: str = "") -> list[str]:
     catalog = engine.store.catalog
-    record = catalog.get(engine.library.describe(text, namespace).content_hash)
+    record = catalog.get(engine.registry.describe(text, namespace).content_hash)
     assert record is not None
     return [known.text for key in record.neighbours if (known := catalog.get(key))]
 
 
 def kv_bytes(engine: KVBoost, text: str) -> bytes:
-    record = engine.store.catalog.get(engine.library.describe(text, "").content_hash)
+    record = engine.store.catalog.get(engine.registry.describe(text, "").content_hash)
     assert record is not None
-    fetched = engine.library.load(record)
+    fetched = engine.fetcher.load(record)
     assert fetched is not None
     return b"".join(t.numpy().tobytes() for t in (*fetched.kv.keys, *fetched.kv.values))
 
@@ -187,7 +187,7 @@ def test_an_unchanged_source_costs_nothing_and_a_changed_one_its_changes(make_en
     assert (same.num_added, same.num_kept, same.warm.encoded_tokens, same.num_forgotten) == (0, 3, 0, 0)
     changed = engine.index.update("sea", [SEA[0], "A wave and the moon.", SEA[2]])
     assert (changed.num_added, changed.num_kept, changed.num_removed, changed.num_forgotten) == (1, 2, 1, 1)
-    assert engine.library.known_texts("").key_of(SEA[1]) is None
+    assert engine.registry.known_texts("").key_of(SEA[1]) is None
     assert engine.index.sources() == ["sea"]
     assert len(engine.index.chunks_of("sea")) == 3
 
@@ -198,7 +198,7 @@ def test_a_changed_chunk_is_not_encoded_behind_its_old_version(make_engine: Make
     changed = FRUIT[0] + " And a pear."
     engine.index.add("doc", [changed, SEA[0]])
     assert behind(engine, changed) == [SEA[0]]
-    assert engine.library.describe(changed, "").content_hash in engine.store
+    assert engine.registry.describe(changed, "").content_hash in engine.store
 
 
 def test_a_shared_chunk_lives_until_its_last_source_goes(make_engine: MakeEngine) -> None:
@@ -206,8 +206,8 @@ def test_a_shared_chunk_lives_until_its_last_source_goes(make_engine: MakeEngine
     engine.index.add("a", [FRUIT[0], SEA[0]])
     assert engine.index.add("b", [SEA[0], FRUIT[1], FRUIT[1]]).warm.num_encoded == 1
     assert engine.index.delete("a") == 1
-    assert engine.library.known_texts("").key_of(SEA[0]) is not None
-    assert engine.library.known_texts("").key_of(FRUIT[0]) is None
+    assert engine.registry.known_texts("").key_of(SEA[0]) is not None
+    assert engine.registry.known_texts("").key_of(FRUIT[0]) is None
     assert engine.index.update("b", [FRUIT[1]]).num_forgotten == 1
     assert engine.index.delete("b") == 1
     assert (engine.index.sources(), len(engine.store), len(engine.store.catalog)) == ([], 0, 0)
@@ -236,7 +236,7 @@ def test_a_chunk_that_moves_between_sources_stays_and_one_that_all_lose_goes(mak
     engine.index.add_many({"a": SourceTexts([FRUIT[0], SEA[0]]), "b": SourceTexts([SEA[0]])})
     moved = engine.index.add_many({"a": SourceTexts([FRUIT[1]]), "b": SourceTexts([FRUIT[0]])})
     assert (moved.num_added, moved.num_removed, moved.num_forgotten, moved.warm.num_encoded) == (2, 3, 1, 1)
-    known = engine.library.known_texts("")
+    known = engine.registry.known_texts("")
     assert [known.key_of(text) is not None for text in (FRUIT[0], FRUIT[1], SEA[0])] == [True, True, False]
 
 
@@ -292,7 +292,7 @@ def test_a_crash_in_the_middle_is_made_good_by_calling_again(
         raise Crash
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.library, stage, crash)
+        patch.setattr(engine.fetcher if stage == "encode" else engine.registry, stage, crash)
         with pytest.raises(Crash):
             engine.index.add("doc", SEA)
     engine.close()
@@ -311,12 +311,12 @@ def test_texts_are_taken_out_of_the_search_one_by_one(make_engine: MakeEngine, t
     engine = make_engine(tmp_path, neighbours=0)
     engine.index.add("fruit", FRUIT)
     engine.index.add("sea", SEA)
-    search, prompt = engine.library.known_texts(""), "\n\n".join(TEXTS)
+    search, prompt = engine.registry.known_texts(""), "\n\n".join(TEXTS)
 
     def found() -> list[str]:
-        current = engine.library.known_texts("")
+        current = engine.registry.known_texts("")
         assert current is search, "nothing is built anew"
-        anew = make_engine(tmp_path, neighbours=0).library.known_texts("")
+        anew = make_engine(tmp_path, neighbours=0).registry.known_texts("")
         matches = current.find(prompt)
         assert matches == anew.find(prompt)
         return [prompt[m.start : m.end] for m in matches]

@@ -34,9 +34,9 @@ def test_warming_twice_encodes_once(engine: KVBoost) -> None:
 
 
 def test_an_interrupted_job_resumes(engine: KVBoost) -> None:
-    records = [engine.library.register(text, "") for text in DOCUMENTS]
+    records = [engine.registry.register(text, "") for text in DOCUMENTS]
     calls = iter([False, False, True])
-    assert warm(engine.library, records, stop=lambda: next(calls)).num_encoded == 2
+    assert warm(engine.fetcher, records, stop=lambda: next(calls)).num_encoded == 2
     report = engine.warm(DOCUMENTS)
     assert (report.num_already_stored, report.num_encoded) == (2, 3)
 
@@ -52,7 +52,7 @@ def test_progress_counts_up_to_everything(engine: KVBoost) -> None:
 
 def test_neighbours_are_the_encoding_context_nearest_last(engine: KVBoost) -> None:
     report = engine.warm(DOCUMENTS[:1], neighbours=[[DOCUMENTS[1], DOCUMENTS[2]]])
-    record = engine.library.register(DOCUMENTS[0], "")
+    record = engine.registry.register(DOCUMENTS[0], "")
     context = engine.store.catalog.context_ids(record)
     assert report.encoded_tokens == len(context) + len(record.token_ids)
     second = engine.tokens.document_ids(DOCUMENTS[2])
@@ -70,7 +70,7 @@ def test_other_neighbours_are_taken_up_and_the_same_ones_cost_nothing(engine: KV
 def test_neighbours_that_do_not_fit_are_left_out_farthest_first(tiny_model: Any) -> None:
     with KVBoost(tiny_model("llama", max_position_embeddings=160)) as engine:
         engine.warm(DOCUMENTS[:1], neighbours=[DOCUMENTS[1:]])
-        record = engine.library.register(DOCUMENTS[0], "")
+        record = engine.registry.register(DOCUMENTS[0], "")
         kept = [engine.store.catalog.get(key) for key in record.neighbours]
         assert 0 < len(kept) < 4
         assert kept[-1] is not None
@@ -84,7 +84,7 @@ def test_as_many_neighbour_lists_as_documents(engine: KVBoost) -> None:
 
 def test_encoding_is_the_plain_forward_with_the_context_cut_off(engine: KVBoost) -> None:
     """The slow twin of the encoder."""
-    encoder, layout = engine.library.encoder, engine.probe.require_layout
+    encoder, layout = engine.fetcher.encoder, engine.probe.require_layout
     assert encoder is not None
     job = EncodingJob((5, 9, 33, 7, 100, 8, 41), (3, 60, 70))
     whole = kv_at(engine.model, layout, torch.tensor([*job.context_ids, *job.token_ids]), 0)
@@ -97,7 +97,7 @@ def test_encoding_is_the_plain_forward_with_the_context_cut_off(engine: KVBoost)
 
 
 def test_batched_encoding_is_close(engine: KVBoost) -> None:
-    encoder = engine.library.encoder
+    encoder = engine.fetcher.encoder
     assert encoder is not None
     jobs = [EncodingJob((5, 9, 33, 7, 100), (3, 60)), EncodingJob((8, 41), ()), EncodingJob((7,), (3, 60, 70, 80))]
     for job, batched in zip(jobs, encoder.encode_batch(jobs), strict=True):
@@ -129,6 +129,6 @@ def test_forgetting_removes_text_and_kv_and_what_was_computed_from_them(engine: 
     assert engine.evict([DOCUMENTS[1]]) == 1
     assert engine.evict([DOCUMENTS[1]]) == 0
     assert len(engine.store) == 0  # the dependent's KV was computed from the removed text
-    assert engine.library.known_texts("").find(DOCUMENTS[1]) == []
-    record = engine.library.register(DOCUMENTS[0], "")
+    assert engine.registry.known_texts("").find(DOCUMENTS[1]) == []
+    record = engine.registry.register(DOCUMENTS[0], "")
     assert record.neighbours == ()

@@ -229,7 +229,7 @@ def test_a_retriever_that_asks_the_model_for_queries(tiny_engine: KVBoost, retri
     many = MultiQueryRetriever.from_llm(retriever=retriever, llm=_chat(tiny_engine), include_original=True)
     found = KVBoostRetriever(retriever=many, llm=tiny_engine).invoke(QUESTION)
     assert len(found) >= 4
-    known = tiny_engine.library.known_texts("")
+    known = tiny_engine.registry.known_texts("")
     assert all(known.key_of(d.page_content) for d in found)
 
 

@@ -277,9 +277,9 @@ def test_a_request_cancelled_in_the_queue_is_never_served(model: Any, path: str)
     engine.model.register_forward_hook(lambda *_: forwards.append(1))
 
     async def main() -> None:
-        engine._worker.submit(lambda: gate.wait(20))
+        engine._parts.worker.submit(lambda: gate.wait(20))
         task = asyncio.ensure_future(ours.ainvoke(TEXT) if path == "ainvoke" else _first(ours.astream(TEXT)))
-        while engine._worker._unfinished < 2:
+        while engine._parts.worker._unfinished < 2:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -287,7 +287,7 @@ def test_a_request_cancelled_in_the_queue_is_never_served(model: Any, path: str)
         gate.set()
 
     asyncio.run(main())
-    engine._worker.submit(lambda: None).result(20)
+    engine._parts.worker.submit(lambda: None).result(20)
     assert forwards == []
     assert engine.stats().requests == 0
     assert _text(ours.invoke(TEXT))
@@ -311,7 +311,7 @@ def test_cancelling_a_running_request_stops_it_soon(model: Any, path: str) -> No
         with pytest.raises(asyncio.CancelledError):
             await task
         num_then = len(forwards)
-        await asyncio.to_thread(ours.engine._worker.submit(lambda: None).result, 20)
+        await asyncio.to_thread(ours.engine._parts.worker.submit(lambda: None).result, 20)
         assert len(forwards) <= num_then + 3
 
     asyncio.run(main())

@@ -81,9 +81,9 @@ def test_the_warmer_warms_and_hands_on(model: Any, embeddings: Any, asynchronous
 def test_the_warmer_chooses_similar_neighbours(model: Any) -> None:
     texts = ["aaaa bbbb", "aaaa bbbb aaaa", "cccc dddd eeee", "cccc dddd eeee cccc", "aaaa bbbb bbbb"]
     KVBoostWarmer(model, embeddings=Letters(), neighbours=1).transform_documents([Document(t) for t in texts])
-    library = model.engine.library
-    records = {t: library.register(t, "") for t in texts}
-    behind = {t: library.store.catalog.get_many(r.neighbours) for t, r in records.items()}
+    registry = model.engine.registry
+    records = {t: registry.register(t, "") for t in texts}
+    behind = {t: registry.store.catalog.get_many(r.neighbours) for t, r in records.items()}
     assert [r.text for r in behind["cccc dddd eeee"].values()] == ["cccc dddd eeee cccc"]
     assert [r.text[:4] for r in behind["aaaa bbbb"].values()] == ["aaaa"]
 
@@ -207,7 +207,7 @@ def _fail(*args: Any, **kwargs: Any) -> Any:
 def test_a_store_in_trouble_does_not_stop_indexing(
     model: Any, store: KVBoostVectorStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model.engine.library, "encode_many", _fail)
+    monkeypatch.setattr(model.engine.fetcher, "encode_many", _fail)
     ids = store.add_documents(DOCUMENTS)
     assert len(store.get_by_ids(ids)) == 6
     assert "no space left" in caplog.text
@@ -225,7 +225,7 @@ def test_what_could_not_be_evicted_is_said(
     model: Any, store: KVBoostVectorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = store.add_documents(DOCUMENTS[:1])
-    monkeypatch.setattr(model.engine.library, "forget", _fail)
+    monkeypatch.setattr(model.engine.registry, "forget", _fail)
     with pytest.raises(OSError, match="no space left"):
         store.delete(ids)
     monkeypatch.undo()

@@ -53,7 +53,7 @@ async def test_many_calls_at_once_give_the_answers_of_single_calls(make_llm: Mak
 def _wait_until_free(llm: KVBoostLLM) -> float:
     """Seconds until the engine takes the next job."""
     start = time.monotonic()
-    llm.engine._worker.submit(lambda: None).result(timeout=30)
+    llm.engine._parts.worker.submit(lambda: None).result(timeout=30)
     return time.monotonic() - start
 
 
@@ -92,7 +92,7 @@ async def _consume(llm: KVBoostLLM, method: str) -> None:
 @pytest.mark.parametrize("method", ["acomplete", "achat", "astream_complete", "astream_chat"])
 async def test_a_request_cancelled_in_the_queue_is_never_served(make_llm: MakeLLM, method: str) -> None:
     llm, gate = make_llm(), threading.Event()
-    worker = llm.engine._worker
+    worker = llm.engine._parts.worker
     worker.submit(lambda: gate.wait(20))
     task = asyncio.create_task(_consume(llm, method))
     while worker._unfinished < 2:

@@ -36,7 +36,7 @@ class Paragraphs(NodeParser):
 
 def known(llm: KVBoostLLM) -> set[str]:
     """Texts that the model would recognise in a prompt."""
-    texts = llm.engine.library.known_texts("")
+    texts = llm.engine.registry.known_texts("")
     return {text for text in [*TEXTS, "Changed text of a document that was edited."] if texts.key_of(text)}
 
 
@@ -49,7 +49,7 @@ def test_warms_what_synthesizers_write_and_returns_the_nodes(llm: KVBoostLLM) ->
     for node in nodes:
         text = node.get_content(metadata_mode=MetadataMode.LLM)
         assert text.startswith("file_name: ")
-        assert llm.engine.library.known_texts("").key_of(text)
+        assert llm.engine.registry.known_texts("").key_of(text)
     assert known(llm) == set(TEXTS)
     warm(nodes)
     assert (warm.report.num_encoded, warm.report.num_already_stored) == (0, len(TEXTS))
@@ -167,7 +167,7 @@ def test_text_shared_by_documents_stays_until_the_last_is_gone(llm: KVBoostLLM) 
 def test_collections_and_other_sources_are_left_alone(llm: KVBoostLLM) -> None:
     engine = llm.engine
     report = engine.warm([TEXTS[2]])
-    engine.store.catalog.sources.link(engine.library.fingerprint, "", "notes.txt", report.content_hashes)
+    engine.store.catalog.sources.link(engine.registry.fingerprint, "", "notes.txt", report.content_hashes)
     one, two = KVWarm(llm=llm, collection="one"), KVWarm(llm=llm, collection="two")
     one(SPLITTER(documents()[:1]))
     two(SPLITTER(documents()[1:2]))
@@ -180,13 +180,13 @@ def test_neighbours_come_from_embeddings(llm: KVBoostLLM) -> None:
     warm = KVWarm(llm=llm.model_copy(update={"neighbours": 2}))
     warm(WordEmbedding()([TextNode(text=text) for text in texts]))
     catalog = llm.engine.store.catalog
-    record = llm.engine.library.register(texts[0], "")
+    record = llm.engine.registry.register(texts[0], "")
     assert {r.text for r in catalog.get_many(record.neighbours).values()} == set(texts[1:3])
     # A later node finds earlier ones, and those keep what they are encoded behind.
     warm(WordEmbedding()([TextNode(text=text) for text in [texts[0], "apples pears plums fruit basket"]]))
     assert warm.report.num_already_stored == 1
-    assert llm.engine.library.register(texts[0], "") == record
-    later = llm.engine.library.register("apples pears plums fruit basket", "")
+    assert llm.engine.registry.register(texts[0], "") == record
+    later = llm.engine.registry.register("apples pears plums fruit basket", "")
     assert len(later.neighbours) == 2
 
 
@@ -216,7 +216,7 @@ def test_trouble_does_not_stop_an_ingestion(
         raise OSError("no space left")
 
     llm = make_llm(strict=None)
-    monkeypatch.setattr(llm.engine.library, "encode_many", fail)
+    monkeypatch.setattr(llm.engine.fetcher, "encode_many", fail)
     pipeline = IngestionPipeline(transformations=[SPLITTER, KVWarm(llm=llm)], disable_cache=True)
     assert len(pipeline.run(documents=documents())) == 4
     assert "no space left" in caplog.text

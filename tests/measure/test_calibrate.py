@@ -349,7 +349,7 @@ def test_engine_uses_the_saved_profile(tiny_model, profiles_in: Path, caplog):
 
     loaded = tiny_model(num_hidden_layers=3)
     with KVBoost(loaded) as engine:
-        fingerprint = engine.library.fingerprint
+        fingerprint = engine.registry.fingerprint
         with caplog.at_level(logging.WARNING):
             assert ask(engine).repair.strategy == "query"
             ask(engine)
@@ -370,13 +370,13 @@ def test_engine_encodes_as_the_saved_profile_says(tiny_model, profiles_in: Path,
     monkeypatch.delenv("KVBOOST_NEIGHBOURS")
     loaded = tiny_model(num_hidden_layers=3)
     with KVBoost(loaded, profile=None) as engine:
-        fingerprint = engine.library.fingerprint
+        fingerprint = engine.registry.fingerprint
     save_profile(profile(Setting("none", 0.0, neighbours=1, quantization="k8v8"), fingerprint))
     with KVBoost(loaded, encoding=EncodingConfig(embedder=one_hot_embedder)) as engine:
         keys = engine.warm(DOCUMENTS).content_hashes
         records = [engine.store.catalog.get(key) for key in keys]
         assert [len(record.neighbours) for record in records] == [1] * len(keys)
-        assert {engine.library.load(record).payload.meta["codec"] for record in records} == {"k8v8"}
+        assert {engine.fetcher.load(record).payload.meta["codec"] for record in records} == {"k8v8"}
 
 
 def test_a_model_that_failed_the_gate_is_served_exactly(tiny_model, profiles_in: Path, caplog):
@@ -384,7 +384,7 @@ def test_a_model_that_failed_the_gate_is_served_exactly(tiny_model, profiles_in:
 
     loaded = tiny_model(num_hidden_layers=2)
     with KVBoost(loaded, profile=None) as engine:
-        fingerprint = engine.library.fingerprint
+        fingerprint = engine.registry.fingerprint
     save_profile(profile(None, fingerprint))
     with KVBoost(loaded) as engine, caplog.at_level(logging.WARNING):
         first, second = ask(engine), ask(engine)

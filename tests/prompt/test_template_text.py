@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from corpus_texts import document
+from engine_helpers import located
 
 from kvboost_rag import KVBoost
 
@@ -20,7 +21,7 @@ def engine(tiny_model: Any) -> Iterator[KVBoost]:
 
 
 def token_ids(engine: KVBoost, content: str, **options: Any) -> tuple[int, ...]:
-    return engine._server.locate(engine._request([{"role": "user", "content": content}], **options)).token_ids
+    return located(engine, [{"role": "user", "content": content}], **options).token_ids
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["indexed", "given"])

@@ -12,7 +12,7 @@ from architectures import REUSABLE
 from corpus_texts import document, prompt
 
 from kvboost_rag import GenerationParams, KVBoost
-from kvboost_rag.chunks.library import SENSITIVITY, FetchedChunk
+from kvboost_rag.chunks.fetched import SENSITIVITY, FetchedChunk
 from kvboost_rag.config import ConfigError, EncodingConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
 from kvboost_rag.encode.encoder import EncodingJob, context_sensitivity
@@ -41,16 +41,16 @@ def make_engine(tiny_model: Any) -> Iterator[MakeEngine]:
 
 
 def loaded(engine: KVBoost, text: str) -> FetchedChunk:
-    record = engine.store.catalog.get(engine.library.describe(text, "").content_hash)
+    record = engine.store.catalog.get(engine.registry.describe(text, "").content_hash)
     assert record is not None
-    chunk = engine.library.load(record)
+    chunk = engine.fetcher.load(record)
     assert chunk is not None
     return chunk
 
 
 def by_hand(engine: KVBoost, text: str, context: tuple[int, ...], lesser: tuple[int, ...]) -> torch.Tensor:
     """The slow twin: layer by layer, token by token."""
-    ids, encoder = engine.tokens.document_ids(text), engine.library.encoder
+    ids, encoder = engine.tokens.document_ids(text), engine.fetcher.encoder
     assert encoder is not None
     kv, alone = encoder.encode(EncodingJob(ids, context)), encoder.encode(EncodingJob(ids, lesser))
     per_token = []
@@ -113,7 +113,7 @@ def test_large_distances_stay_finite() -> None:
 def test_it_leaves_kv_alone_and_is_counted(make_engine: MakeEngine) -> None:
     with_it, without = make_engine(quantization="k8v8"), make_engine(quantization="k8v8", sensitivity=False)
     tokens = [engine.warm(DOCUMENTS, neighbours=BEHIND).encoded_tokens for engine in (with_it, without)]
-    anchor = len(with_it.library.identity.anchor_ids)
+    anchor = len(with_it.registry.identity.anchor_ids)
     assert tokens[0] - tokens[1] == sum(anchor + len(with_it.tokens.document_ids(d)) for d in DOCUMENTS)
     ours, plain = loaded(with_it, DOCUMENTS[1]), loaded(without, DOCUMENTS[1])
     assert plain.sensitivity is None

@@ -109,7 +109,7 @@ def test_deleting_a_document_takes_exact_blocks_with_its_tokens_along(tiny_model
 def test_sources_through_an_engine(tiny_model, tmp_path: Path) -> None:
     engine = KVBoost(tiny_model("llama"), store=tmp_path)
     report = engine.warm(DOCUMENTS)
-    catalog, fingerprint = engine.store.catalog, engine.library.fingerprint
+    catalog, fingerprint = engine.store.catalog, engine.registry.fingerprint
     catalog.sources.link(fingerprint, "", "a.md", report.content_hashes[:2])
     catalog.sources.link(fingerprint, "", "b.md", report.content_hashes[1:])
     assert delete_source(engine.store, "", "a.md").num_chunks == 1

@@ -21,7 +21,7 @@ from kvboost_rag.measure.calibrate.questions import EvalQuestion
 from kvboost_rag.measure.calibrate.scores import bootstrap
 from kvboost_rag.models.load import LoadedModel
 from kvboost_rag.models.profile import Measured, ModelProfile, Setting
-from kvboost_rag.repair import STRATEGIES
+from kvboost_rag.repair import strategy_named
 from kvboost_rag.stores import MemoryStore
 
 MAX_KL = 0.05
@@ -152,7 +152,7 @@ class _Bench(ExitStack):
 
     @property
     def fingerprint(self) -> str:
-        return next(iter(self._engines.values())).library.fingerprint
+        return next(iter(self._engines.values())).registry.fingerprint
 
     def engine(self, setting: Setting) -> KVBoost:
         key = setting.neighbours, setting.quantization
@@ -203,7 +203,7 @@ def _measure(
             references.append(reference_answer(bench.engine(settings[0]), question, bench.plan.answer_tokens))
         for setting in settings:
             engine = bench.warmed(setting, question)
-            strategy = STRATEGIES[setting.repair](**setting.options)
+            strategy = strategy_named(setting.repair, setting.options)
             ours = compare(engine, question, references[number], strategy, setting.recompute_ratio)
             results[setting].append((references[number], ours))
         if progress is not None:

@@ -80,7 +80,7 @@ class KVWarm(TransformComponent):
         """Fields, and in `warmed_into` what tells cached runs apart: model, namespace, store, changes."""
         self._refuse_worker()
         engine = self.llm.engine
-        into = [engine.library.fingerprint, self._namespace, store_identity(engine), generation(engine)]
+        into = [engine.registry.fingerprint, self._namespace, store_identity(engine), generation(engine)]
         if self.docstore is not None and self._gone(self.docstore):
             into.append(uuid.uuid4().hex)  # something is to be forgotten: this call must not be skipped
         return super().to_dict(**kwargs) | {"warmed_into": into}
@@ -127,7 +127,7 @@ class KVWarm(TransformComponent):
 
     def _fits(self, node: BaseNode) -> bool:
         text = node_text(node)
-        fits = can_be_chunk(self.llm.engine.library, text)
+        fits = can_be_chunk(self.llm.engine.registry, text)
         if text and not fits:
             logger.warning("node %s has more tokens than the model's context: not warmed", node.node_id)
         return fits

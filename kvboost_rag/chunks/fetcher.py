@@ -1,0 +1,184 @@
+"""KV of chunks: loaded from the store, or computed where it is missing or where computing is faster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import torch
+
+from kvboost_rag.chunks.fetched import SENSITIVITY, FetchedChunk, entry_of
+from kvboost_rag.chunks.registry import ChunkRegistry
+from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, StoreEntry
+from kvboost_rag.encode.encoder import Encoder, EncodingJob, context_sensitivity
+from kvboost_rag.kv import quantization
+from kvboost_rag.observe.recorder import Recorder
+from kvboost_rag.stores.cost import CostModel
+
+DISK = "disk"
+"""Name of the tier whose loads are weighed against encoding again."""
+
+
+class ChunkFetcher:
+    """Fetches the KV of registered chunks.
+
+    What is returned after encoding went through the store's codec, so that a miss gives the same bits as a hit.
+
+    Args:
+        encoder: None for a model whose KV cannot be reused: nothing can be encoded then.
+        costs: what loading and encoding have cost so far.
+    """
+
+    def __init__(
+        self, registry: ChunkRegistry, encoder: Encoder | None, metrics: Recorder, costs: CostModel | None = None
+    ) -> None:
+        self.registry = registry
+        self.store = registry.store
+        self.identity = registry.identity
+        self.encoder = encoder
+        self.metrics = metrics
+        self.costs = costs or CostModel()
+
+    def fetch(self, record: ChunkRecord) -> FetchedChunk:
+        """The chunk's KV from the store, or else encoded now."""
+        return self.load(record) or self.encode(record)
+
+    def load(self, record: ChunkRecord) -> FetchedChunk | None:
+        """The chunk's KV from the store, or None (a miss)."""
+        entry = self.store.get(record.content_hash, self.registry.check(record)[1])
+        if entry is None or entry.meta.get("setting") != self.identity.quantization:
+            return None  # KV of another codec has other bits than encoding the chunk here would give
+        if self.identity.sensitivity and SENSITIVITY not in entry.tensors:
+            return None
+        return FetchedChunk(record, entry, HitKind.APPROXIMATE)
+
+    def choose(self, record: ChunkRecord, always_load: bool = False) -> DiskChoice | None:
+        """What to do about a chunk on disk, by what both ways have cost so far; None for one in memory or not held.
+
+        Encoding again is chosen only where it gives the stored bits: if the chunk was computed alone, by the same
+        software on the same kind of device. The decision is counted in the metrics.
+        """
+        info = self.store.info(record.content_hash) if self.store.tier_of(record.content_hash) == DISK else None
+        if info is None or self.encoder is None:
+            return None
+        load = always_load or info.meta.get("encoder") != self.encoder.signature
+        if not load:
+            load = self.costs.decide(info.num_bytes, self.registry.check(record)[0].num_tokens).load
+        self.metrics.record_decision(load)
+        return "load" if load else "recompute"
+
+    def load_all(
+        self, records: Mapping[str, ChunkRecord], choices: Mapping[str, DiskChoice | None]
+    ) -> dict[str, FetchedChunk]:
+        """What the store holds of `records` (by content hash), apart from what is chosen to be encoded again."""
+        wanted = {key: record for key, record in records.items() if choices[key] != "recompute"}
+        start = time.perf_counter()
+        self.store.prefetch(wanted)
+        found, num_bytes, seconds = {}, 0, time.perf_counter() - start
+        for key, record in wanted.items():
+            start = time.perf_counter()
+            chunk = self.load(record)
+            if chunk is not None and choices[key] == "load":
+                num_bytes += chunk.num_bytes
+                seconds += time.perf_counter() - start
+            if chunk is not None:
+                found[key] = replace(chunk, disk_choice=choices[key])
+        # Together, since they are read at the same time: one by one, the first would seem to take all of it.
+        self.costs.observe_load(num_bytes, seconds)
+        return found
+
+    def prefetch(self, texts: Iterable[str], namespace: str) -> int:
+        """Have the stored KV of known texts read into memory in the background; returns how many are known."""
+        known = self.registry.known_texts(namespace)
+        keys = [key for text in texts if (key := known.key_of(text)) is not None]
+        self.store.prefetch(dict.fromkeys(keys))
+        return len(keys)
+
+    @contextmanager
+    def pinned(self, records: Iterable[ChunkRecord]) -> Iterator[None]:
+        """Keep chunks from being evicted to make room for each other while the block runs."""
+        keys = list(dict.fromkeys(record.content_hash for record in records))
+        # A store that cannot pin may evict a chunk early: that costs time, not the answer.
+        for key in keys:
+            with suppress(Exception):
+                self.store.pin(key)
+        try:
+            yield
+        finally:
+            for key in keys:
+                with suppress(Exception):
+                    self.store.unpin(key)
+
+    def encode(self, record: ChunkRecord, again: bool = False) -> FetchedChunk:
+        """Compute the chunk's KV, put it into the store, and return it as the store would.
+
+        Args:
+            again: the store holds it already, in a tier slower than computing; it is not written once more.
+        """
+        if self.encoder is None:
+            raise RuntimeError("this model's KV cannot be reused, so its chunks are not encoded")
+        job, check = self.registry.check(record)
+        start = time.perf_counter()
+        entry = self._pack(record, self.encoder.encode(job), check, self.encoder.signature)
+        self.encoder.synchronise()
+        num_tokens = self._forwarded(record, job)
+        self.costs.observe_encode(num_tokens, time.perf_counter() - start)
+        if not again:
+            return self._put(record, entry, job)
+        self.store.promote(entry)
+        self.store.touch(entry.key)
+        return FetchedChunk(record, entry, HitKind.ENCODED, num_tokens)
+
+    def encode_many(self, records: Sequence[ChunkRecord]) -> list[FetchedChunk]:
+        """`encode` for several chunks, in one forward where there is more than one."""
+        if self.encoder is None or len(records) < 2:
+            return [self.encode(record) for record in records]
+        checks = [self.registry.check(record) for record in records]
+        if all(record.forward_tokens for record in records):
+            return self._encode_nested(records, checks)
+        encoded = self.encoder.encode_batch([job for job, _ in checks])
+        return [self.keep(record, kv, *check) for record, kv, check in zip(records, encoded, checks, strict=True)]
+
+    def _encode_nested(
+        self, records: Sequence[ChunkRecord], checks: Sequence[tuple[EncodingJob, EntryCheck]]
+    ) -> list[FetchedChunk]:
+        """Chunks of one group; what was forwarded is counted with the first."""
+        encoder = self.encoder
+        assert encoder is not None
+        encoded = encoder.encode_nested([job for job, _ in checks])
+        fetched = []
+        for i, (record, kv, (job, check)) in enumerate(zip(records, encoded, checks, strict=True)):
+            chunk = self._put(record, self._pack(record, kv, check, encoder.signature), job)
+            shared = 0 if i == 0 else job.num_tokens
+            fetched.append(replace(chunk, encoded_tokens=chunk.encoded_tokens - shared))
+        return fetched
+
+    def keep(self, record: ChunkRecord, kv: ChunkKV, job: EncodingJob, check: EntryCheck) -> FetchedChunk:
+        """Put KV into the store that was computed in another way than by `encode`, whose last bits may be others."""
+        return self._put(record, self._pack(record, kv, check, signature=""), job)
+
+    def _pack(self, record: ChunkRecord, kv: ChunkKV, check: EntryCheck, signature: str) -> StoreEntry:
+        """Freshly encoded KV as the store keeps it."""
+        tensors, meta = quantization.encode(kv, self.identity.quantization)
+        if self.identity.sensitivity:
+            tensors[SENSITIVITY] = self._sensitivity(record, kv)
+        self.metrics.record_encoded(meta)
+        return entry_of(record, check, tensors, meta | {"setting": self.identity.quantization, "encoder": signature})
+
+    def _put(self, record: ChunkRecord, entry: StoreEntry, job: EncodingJob) -> FetchedChunk:
+        """A store that cannot keep it costs the next call another encoding."""
+        return FetchedChunk(record, entry, HitKind.ENCODED, self._forwarded(record, job), self.store.put(entry))
+
+    def _sensitivity(self, record: ChunkRecord, kv: ChunkKV) -> torch.Tensor:
+        if self.encoder is None or not record.anchor_ids + record.neighbours:
+            return torch.zeros(kv.seq_len, dtype=torch.float16)  # encoded alone, so nothing to compare with
+        return context_sensitivity(kv, self.encoder.encode(self._lesser_job(record))).cpu()
+
+    def _lesser_job(self, record: ChunkRecord) -> EncodingJob:
+        """The chunk behind the anchor alone; one that has no neighbours anyway, behind nothing."""
+        return EncodingJob(record.token_ids, record.anchor_ids if record.neighbours else ())
+
+    def _forwarded(self, record: ChunkRecord, job: EncodingJob) -> int:
+        return job.num_tokens + (self._lesser_job(record).num_tokens if self.identity.sensitivity else 0)

@@ -1,0 +1,82 @@
+"""How chunks are encoded and kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvboost_rag.config.calibrated import CalibratedDefaults, check_encoding
+from kvboost_rag.config.checks import ConfigError, check_count, check_flag
+from kvboost_rag.config.environment import env_int
+
+CHUNK_TOKENS = (64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class EncodingConfig:
+    """How chunks are encoded and kept: fixed for an engine, because a chunk's KV is a function of it. A field left at
+    None takes the environment's value, else that of the model's profile, else the default given here.
+
+    Attributes:
+        anchor: text in front of each chunk while it is encoded; `auto` is the chat template's head up to a user
+            message's content, or BOS where there is no template; the empty string is no anchor.
+        separator: text behind each neighbour in an encoding context, as between documents in a prompt.
+        quantization: codec of stored chunk KV: `none` (default), `k8v8` or `k8v4` (see `quantization`). Chunks stored
+            with another one are encoded again when they are needed.
+        batch_size: chunks encoded in one forward. Above 1 a chunk that is encoded again alone may differ in the last
+            bits, and so may a cold answer from a warm one: matrix kernels round differently at other batch shapes.
+        block_tokens: block length of the exact path (its first blocks are shorter); only whole blocks are found again
+            in a longer prompt.
+        neighbours: how many similar chunks of the corpus `warm` encodes a chunk behind; default 4
+            (`KVBOOST_NEIGHBOURS`). 0: none, and nothing is embedded.
+        groups: `warm` encodes new chunks in groups of up to `neighbours` + 1 similar ones, in one forward, each behind
+            those before it: about one token forwarded per document token instead of `neighbours` + 1, and a part of the
+            gain only. Not for models with experts.
+        embedder: what compares chunks: a name for sentence-transformers, an embedding object of LangChain or
+            LlamaIndex, or a function (`embeddings.load_embedder`); None: all-MiniLM-L6-v2.
+        sensitivity: also store how much each token of a chunk depends on what stands before it, for the strategy
+            `sensitivity`; one more forward a chunk when it is encoded, nothing when it is used.
+        donor_rules: which stored chunk may stand in for another one (`similarity.DonorRules`; None: its defaults).
+    """
+
+    anchor: str = "auto"
+    separator: str = "\n\n"
+    quantization: str | None = None
+    batch_size: int = 1
+    block_tokens: int = 256
+    neighbours: int | None = None
+    groups: bool = False
+    embedder: Any = field(default=None, repr=False, hash=False)
+    sensitivity: bool = False
+    donor_rules: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("anchor", "separator"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected a string")
+        check_encoding(self.neighbours, self.quantization)
+        if self.neighbours is None:
+            env_int(os.environ, "KVBOOST_NEIGHBOURS")  # what cannot be used is said before a model is loaded
+        for name in ("batch_size", "block_tokens"):
+            check_count(name, getattr(self, name), 1)
+        for name in ("groups", "sensitivity"):
+            check_flag(name, getattr(self, name))
+
+    def resolve(
+        self, environ: Mapping[str, str] | None = None, calibrated: CalibratedDefaults | None = None
+    ) -> EncodingConfig:
+        """Fill what is unset from the environment, then from the model's profile, then from the defaults.
+
+        Raises:
+            ConfigError: an environment variable holds a value that cannot be used; the message names it.
+        """
+        default = calibrated or CalibratedDefaults()
+        from_env = env_int(os.environ if environ is None else environ, "KVBOOST_NEIGHBOURS")
+        neighbours = default.neighbours if from_env is None else from_env
+        return replace(
+            self,
+            neighbours=neighbours if self.neighbours is None else self.neighbours,
+            quantization=default.quantization if self.quantization is None else self.quantization,
+        )

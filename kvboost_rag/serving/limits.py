@@ -1,0 +1,39 @@
+"""How long prompt and answer may be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvboost_rag.serving.decode import ContextOverflowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvboost_rag.config import GenerationParams
+    from kvboost_rag.forward.probe import ProbeReport
+
+
+def context_tokens(model: PreTrainedModel) -> int | None:
+    """Tokens that prompt and answer may have together, or None where the model does not say."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def reuse_limit(model: PreTrainedModel, report: ProbeReport) -> int | None:
+    """Longest prompt, answer included, whose KV can be reused, or None."""
+    limits = [n for n in (context_tokens(model), report.max_positions) if n is not None]
+    return min(limits, default=None)
+
+
+def answer_room(model: PreTrainedModel, prompt_tokens: int, params: GenerationParams) -> int:
+    """Tokens that the answer may have.
+
+    Raises:
+        ContextOverflowError: none.
+    """
+    limit = context_tokens(model)
+    if limit is None:
+        return params.max_new_tokens
+    if prompt_tokens >= limit:
+        raise ContextOverflowError(prompt_tokens, limit)
+    return min(params.max_new_tokens, limit - prompt_tokens)

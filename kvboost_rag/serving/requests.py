@@ -1,0 +1,79 @@
+"""One call of `generate`, `stream` or `logits`, with every choice made before it is queued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvboost_rag.chunks.lookup import Messages, document_texts
+from kvboost_rag.config import CalibratedDefaults, GenerationParams, ResolvedConfig, ReuseConfig
+from kvboost_rag.observe.shadow import Shadow
+from kvboost_rag.repair import RepairStrategy, strategy_named
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, checked.
+
+    Attributes:
+        started: when the caller called, `time.perf_counter()`.
+    """
+
+    prompt: str | Messages
+    documents: list[str]
+    params: GenerationParams
+    config: ResolvedConfig
+    strategy: RepairStrategy
+    template: dict[str, Any]
+    started: float
+
+    def off(self) -> Request:
+        """The same, answered by the plain model."""
+        return replace(self, config=replace(self.config, reuse="off"))
+
+
+class RequestMaker:
+    """Makes requests of an engine's settings and what a call says.
+
+    Raises:
+        ConfigError: the engine's own settings name a strategy that there is not.
+    """
+
+    def __init__(self, config: ReuseConfig, calibrated: CalibratedDefaults | None, shadow: Shadow) -> None:
+        self._config = config
+        self._calibrated = calibrated
+        self._shadow = shadow
+        if config.repair is not None:
+            strategy_named(config.repair)
+
+    def make(
+        self,
+        prompt: str | Messages,
+        documents: Sequence[Any] | None = None,
+        params: GenerationParams | None = None,
+        repair: str | RepairStrategy | None = None,
+        template: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> Request:
+        """The request of a call; the arguments are those of `KVBoost.stream`.
+
+        Raises:
+            TypeError, ValueError: documents that are no texts, or a setting that cannot be used.
+        """
+        started = time.perf_counter()
+        resolved, strategy = self._resolve(repair, config)
+        texts = document_texts(documents)
+        return Request(prompt, texts, params or GenerationParams(), resolved, strategy, template or {}, started)
+
+    def _resolve(
+        self, repair: str | RepairStrategy | None, config: dict[str, Any]
+    ) -> tuple[ResolvedConfig, RepairStrategy]:
+        own = repair if isinstance(repair, RepairStrategy) else None
+        # With a name, whatever it is, the profile's ratio does not count: it was measured with the profile's strategy.
+        name = repair if own is None else own.name
+        resolved = self._config.override(repair=name, **config).resolve(calibrated=self._calibrated)
+        if self._shadow.tripped and resolved.reuse == "blend":
+            resolved = replace(resolved, reuse="exact")
+        return resolved, own or strategy_named(resolved.repair, resolved.repair_options)

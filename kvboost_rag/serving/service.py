@@ -1,0 +1,52 @@
+"""The way in: requests from any thread to the worker, answers back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvboost_rag.datamodels import StreamEvent
+from kvboost_rag.models.profile import ProfileNotice
+from kvboost_rag.serving.afterwards import Afterwards
+from kvboost_rag.serving.requests import Request
+from kvboost_rag.serving.server import Server
+from kvboost_rag.serving.worker import Stream, Worker
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Service:
+    """Serves checked requests in their turn.
+
+    Attributes:
+        notice: what the model runs on, said when that begins to matter unless somebody showed it already.
+    """
+
+    server: Server
+    worker: Worker
+    afterwards: Afterwards
+    notice: ProfileNotice
+
+    def stream(self, request: Request, cancelled: threading.Event | None = None) -> Stream[StreamEvent]:
+        """As `KVBoost.stream`."""
+        return Stream(self.worker, partial(self._serve, request), cancelled)
+
+    def logits(self, request: Request, continuation: Sequence[int]) -> torch.Tensor:
+        """As `KVBoost.logits`."""
+        return self.worker.call(lambda: self.server.logits(request, continuation))
+
+    def _serve(self, request: Request, emit: Callable[[StreamEvent], None], cancelled: threading.Event) -> None:
+        """One request, in the worker, and what others learn from it."""
+        if request.config.reuse != "off" and (notice := self.notice.take()):
+            logger.warning(notice)
+        result = self.server.serve(request, lambda text: emit(StreamEvent(text)), cancelled)
+        self.afterwards.note(request, result)
+        emit(StreamEvent("", result))
