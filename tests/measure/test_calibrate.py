@@ -271,13 +271,22 @@ def test_damaged_profiles_are_ignored_and_logged(tmp_path: Path, damage: str, ca
 
 
 @pytest.mark.parametrize(
-    "field", [{"repair": "magic"}, {"recompute_ratio": 7.0}, {"neighbours": -1}, {"quantization": "k1v1"}]
+    "field", [{"repair": ""}, {"recompute_ratio": 7.0}, {"neighbours": -1}, {"quantization": "k1v1"}]
 )
 def test_profiles_with_impossible_settings_are_ignored(tmp_path: Path, field, caplog):
     save_profile(profile(replace(Setting(), **field)), tmp_path)
     with caplog.at_level(logging.WARNING):
         assert load_profile("f" * 64, tmp_path) is None
     assert "ignored" in caplog.text
+
+
+def test_a_profile_with_a_strategy_that_there_is_not_is_ignored_by_the_engine(tiny_model, caplog):
+    from kvboost_rag import KVBoost
+
+    with caplog.at_level(logging.WARNING), KVBoost(tiny_model(), profile=profile(Setting("magic"))) as engine:
+        assert engine.profile is None
+        assert ask(engine).repair.strategy == "query"
+    assert "ignored: repair='magic' is not available" in caplog.text
 
 
 def test_a_profile_under_another_models_name_is_ignored(tmp_path: Path, caplog):
@@ -313,7 +322,7 @@ def test_precedence_of_profile_environment_and_arguments():
     assert ReuseConfig(reuse="blend").resolve({}, failed).reuse == "blend"
     assert plain.resolve({"KVBOOST_DISABLE": "1"}, failed).reuse == "off"
     with pytest.raises(ConfigError):
-        CalibratedDefaults(repair="magic")
+        CalibratedDefaults(repair=7)
 
 
 def test_precedence_at_index_time():
