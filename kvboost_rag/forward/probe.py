@@ -17,15 +17,16 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_rag.forward.row_forward import RowPlan, decoder_layers, row_forward
-from kvboost_rag.kv.buffer import KVBuffer, KVLayout, LayerGroup
+from kvboost_rag.forward.not_reusable import NotReusable
+from kvboost_rag.forward.rope_range import constant_range, context_lengths
+from kvboost_rag.forward.row_check import partial_forward_error, relative_l2
+from kvboost_rag.forward.row_forward import decoder_layers
+from kvboost_rag.kv.buffer import KVLayout, LayerGroup
 from kvboost_rag.kv.rope import Pairing, RotarySource, Rotation
 from kvboost_rag.models import hf_cache
 
 PROMPT_TOKENS = 23
 """Odd, so that nothing fits by accident."""
-FAR = 1 << 20
-"""A position behind those at which models begin to scale queries."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,11 @@ class ProbeReport:
         return self.layout
 
 
-class NotReusable(ValueError):
-    """Why a model's KV cannot be reused; the message is meant for the user."""
-
-
 _REPORTS: WeakKeyDictionary[PreTrainedModel, ProbeReport] = WeakKeyDictionary()
 
 
 def probe(model: PreTrainedModel) -> ProbeReport:
-    """Probe a loaded model. Costs five forwards of 23 tokens; remembered per model object."""
+    """Probe a loaded model. Costs six forwards of 23 tokens or fewer; remembered per model object."""
     if model not in _REPORTS:
         _REPORTS[model] = _probe(model)
     return _REPORTS[model]
@@ -120,7 +117,7 @@ def _refuse_by_architecture(model: PreTrainedModel) -> None:
 def _measure(model: PreTrainedModel) -> ProbeReport:
     tolerance = Tolerance.of(model.dtype)
     ids = _probe_ids(model)
-    limit = min(_context_lengths(model))
+    limit = min(context_lengths(model))
     shift = min(1013, max(1, limit - len(ids)))
     with _rotary_calls(model) as sources:
         logits, base = _forward(model, ids, 0)
@@ -130,8 +127,12 @@ def _measure(model: PreTrainedModel) -> ProbeReport:
     value_error = _check_values(ours, moved, tolerance)
     rotations, key_error = _find_rotations(sources, ours, moved, shift, tolerance)
     layout = _layout(ours, rotations, exchanged, model.dtype)
-    logit_error = _check_row_forward(model, layout, ids, (logits, base), tolerance)
-    max_positions = _constant_range(model, rotations)
+    logit_error = partial_forward_error(model, layout, ids, (logits, base))
+    if not logit_error <= tolerance.logits:
+        raise NotReusable(
+            f"a partial forward does not give the full one's logits (relative difference {logit_error:.2g})"
+        )
+    max_positions = constant_range(model, rotations)
     return ProbeReport(True, None, layout, max_positions, value_error, key_error, logit_error)
 
 
@@ -270,65 +271,3 @@ def _layout(
 
 def _same_rotation(a: Rotation | None, b: Rotation | None) -> bool:
     return a is b if a is None or b is None else a.same_as(b)
-
-
-def _check_row_forward(
-    model: PreTrainedModel,
-    layout: KVLayout,
-    ids: torch.Tensor,
-    reference: tuple[torch.Tensor, list[hf_cache.LayerKV]],
-    tolerance: Tolerance,
-) -> float:
-    """Every third row and the last, recomputed from exact KV, must give the plain forward's logits."""
-    logits, base = reference
-    buffer = KVBuffer(layout, len(ids))
-    keys, values = hf_cache.split_batch(base, 0, 0, len(ids))
-    buffer.place(layout.stack(keys, values), 0)
-    buffer.length = FAR  # a partial forward's positions are those of its rows, whatever length the cache states
-    rows = torch.tensor(sorted({*range(0, len(ids), 3), len(ids) - 1}), device=ids.device)
-    error = relative_l2(row_forward(model, buffer, ids, RowPlan(rows)).logits, logits)
-    if not error <= tolerance.logits:
-        raise NotReusable(f"a partial forward does not give the full one's logits (relative difference {error:.2g})")
-    return error
-
-
-def _context_lengths(model: PreTrainedModel) -> list[int]:
-    """Lengths at which a model may change its RoPE: its context length, and the one before it was extended."""
-    config = model.config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    per_layer_type = (p for p in parameters.values() if isinstance(p, dict))
-    key = "original_max_position_embeddings"
-    before = (p.get(key) for p in (parameters, *per_layer_type))
-    lengths = (getattr(config, "max_position_embeddings", None), getattr(config, key, None), *before)
-    return sorted({int(n) for n in lengths if n} or {4096}, reverse=True)
-
-
-def _constant_range(model: PreTrainedModel, rotations: Sequence[Rotation | None]) -> int | None:
-    """Up to which length the angles of a position do not depend on the length of the prompt; None = any length."""
-    sources = {id(r.source): r.source for r in rotations if r is not None}.values()
-    lengths = _context_lengths(model)
-    if all(_constant_up_to(source, 4 * lengths[0]) for source in sources):
-        return None
-    for limit in lengths:
-        if all(_constant_up_to(source, limit) for source in sources):
-            return limit
-    raise NotReusable("its RoPE changes with the length of the prompt")
-
-
-def _constant_up_to(source: RotarySource, limit: int) -> bool:
-    device = next((b.device for b in source.module.buffers()), torch.device("cpu"))
-    first = torch.arange(PROMPT_TOKENS, device=device)
-    far = torch.cat([first, torch.tensor([limit - 1], device=device)])
-    try:
-        short, long = source.tables(first), source.tables(far)
-    except (IndexError, ValueError):  # a table of fixed length
-        return False
-    constant = all(torch.equal(a, b[: len(first)]) for a, b in zip(short, long, strict=True))
-    source.tables(first)  # modules that remember a length go back to the short one
-    return constant
-
-
-def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖actual − expected‖₂ / ‖expected‖₂."""
-    expected = expected.float()
-    return float((actual.float() - expected).norm() / expected.norm().clamp_min(1e-30))

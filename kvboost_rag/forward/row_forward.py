@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +22,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_rag.forward.attention_call import AttentionObserver
+from kvboost_rag.forward.row_arguments import Path, describe, map_tensors, recall
 from kvboost_rag.forward.row_attention import ACTIVE, IMPLEMENTATION, ActiveRows, register
 from kvboost_rag.kv.buffer import KVBuffer
 from kvboost_rag.models.hf_cache import BufferCache, KVObserver, cache_argument, kv_module
+
+_HIDDEN_STATES = ((0,), ("hidden_states",))
 
 
 class Narrowing(AttentionObserver, KVObserver, Protocol):
@@ -79,7 +83,10 @@ class RowPass:
         self.kept: torch.Tensor | None = None
         self.done = False
         self._active = ActiveRows(plan.rows, plan.watcher)
-        self._narrowed: dict[int, tuple[Any, Any]] = {}
+        self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._first_narrowed = 0
+        if plan.narrowing is not None:
+            self._arguments = recall(decoder_layers(model))
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._stack = ExitStack()
 
@@ -120,34 +127,37 @@ class RowPass:
         if self.done or narrowing is None or index < narrowing.before_layer:
             return None
         if self.kept is None:
+            self._first_narrowed = index
             keep = narrowing.keep(self.rows)
             self.kept = torch.nonzero(keep.to(self.rows.device)).flatten()
             self.rows = self.rows[self.kept]
             self._active.rows = self.rows
             self.cache.narrow_rows(self.rows)
-        return self._narrow_arguments(args, kwargs)
+        narrowed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(partial(self._narrow, index), (args, kwargs))
+        return narrowed
 
-    def _narrow_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a decoder layer for the kept rows only.
+    def _narrow(self, index: int, path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor argument of layer `index` for the kept rows only.
 
-        Hidden states, the first argument, are another tensor in every layer (and narrow already behind the first such
-        layer); everything else is mostly the same and narrowed once.
+        Hidden states are another tensor in every layer, and narrow already after the first such layer; everything else
+        is mostly the same and narrowed once.
         """
-        first = tuple(self._narrow("hidden_states", a) for a in args[:1])
-        rest = tuple(self._narrow_once("", a) for a in args[1:])
-        named = {n: (self._narrow if n == "hidden_states" else self._narrow_once)(n, v) for n, v in kwargs.items()}
-        return first + rest, named
-
-    def _narrow(self, name: str, value: Any) -> Any:
         assert self.kept is not None
-        return _narrow(name, value, self.kept, len(self.plan.rows))
-
-    def _narrow_once(self, name: str, value: Any) -> Any:
-        known = self._narrowed.get(id(value))
-        if known is None:  # the original is kept as well, so that its id stays its own
-            known = self._narrowed[id(value)] = value, self._narrow(name, value)
+        dim = self._arguments.row_dim(index, path, tensor)
+        if dim is None:
+            return tensor
+        before, after = len(self.plan.rows), len(self.kept)
+        if tensor.shape[dim] != before:
+            if tensor.shape[dim] == after and index > self._first_narrowed:
+                return tensor
+            raise RuntimeError(
+                f"decoder layer {index} was given {describe(path, tensor)}: expected {before} rows in dimension {dim}"
+            )
+        known = self._narrowed.get(id(tensor))
+        if known is None:
+            known = tensor, tensor.index_select(dim, self.kept.to(tensor.device))
+            if path[1:] not in _HIDDEN_STATES:  # the original is kept as well, so that its id stays its own
+                self._narrowed[id(tensor)] = known
         return known[1]
 
 
@@ -249,26 +259,3 @@ def _attention_implementation(model: nn.Module) -> Iterator[None]:
     finally:
         for config, implementation in saved:
             config._attn_implementation = implementation
-
-
-def _narrow(name: str, value: Any, index: torch.Tensor, num_rows: int) -> Any:
-    if isinstance(value, dict):
-        return {k: _narrow(name, v, index, num_rows) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_narrow(name, v, index, num_rows) for v in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    for dim in _row_dims(name, value.dim()):
-        if value.dim() > dim and value.shape[dim] == num_rows:
-            return value.index_select(dim, index.to(value.device))
-    return value
-
-
-def _row_dims(name: str, num_dims: int) -> tuple[int, ...]:
-    """Dimensions that may count the rows, the likeliest first."""
-    if name in ("position_ids", "cache_position"):
-        return (num_dims - 1,)
-    if num_dims < 4:  # hidden states and what goes with them: `[batch_size, num_rows, …]`
-        return (1,)
-    # Masks and what scales queries, `[batch_size, 1, num_rows, …]`; else `[batch_size, num_rows, num_heads, …]`.
-    return (2, 1) if "mask" in name else (1, 2)

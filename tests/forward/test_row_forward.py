@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import architectures
@@ -10,7 +11,8 @@ import torch
 from kv_helpers import kv_at, plain_forward
 
 from kvboost_rag.forward.probe import probe
-from kvboost_rag.forward.row_forward import RowPlan, _narrow, decoder_layers, row_forward
+from kvboost_rag.forward.row_arguments import RowArguments, recall
+from kvboost_rag.forward.row_forward import RowPlan, decoder_layers, row_forward
 from kvboost_rag.kv.buffer import KVBuffer
 
 LENGTH = 61
@@ -41,7 +43,7 @@ class _KeepEveryThird:
     def wants_attention(self, layer: int) -> bool:
         return False
 
-    def on_attention(self, layer: int, call: object) -> None:
+    def on_attention(self, layer: int, call: object, result: object) -> None:
         raise AssertionError("not asked for")
 
     def keep(self, rows: torch.Tensor) -> torch.Tensor:
@@ -99,18 +101,55 @@ def test_layers_that_count_positions_themselves(tiny_model, narrowing: Any) -> N
     torch.testing.assert_close(output.logits, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_what_is_narrowed_follows_from_its_shape() -> None:
-    kept = torch.tensor([0, 2, 4])
-    shapes = {
-        "hidden_states": ((1, 5, 8), (1, 3, 8)),
-        "position_ids": ((3, 1, 5), (3, 1, 3)),
-        "attention_mask": ((1, 1, 5, 9), (1, 1, 3, 9)),
-        "attention_scaling": ((1, 1, 5, 1), (1, 1, 3, 1)),  # Beam's, of queries
-        "per_head": ((1, 5, 4, 8), (1, 3, 4, 8)),
-        "other": ((1, 4, 5), (1, 4, 5)),
-    }
-    for name, (before, after) in shapes.items():
-        assert _narrow(name, torch.zeros(before), kept, 5).shape == after, name
+def test_the_probe_learns_what_counts_rows(tiny_model) -> None:
+    model = tiny_model("gemma3_text", num_hidden_layers=7, sliding_window=5).model
+    assert probe(model).reusable
+    arguments = recall(decoder_layers(model))
+    found = {path[1:]: dims for layer in arguments.dims for path, dims in layer.items()}
+    assert found[(0,)] == (1,)
+    assert found["attention_mask",] == (2,)
+    assert found["position_embeddings", 0] == (1,)
+
+
+def _spoilt(model: Any, layer: int, change: Any) -> Any:
+    """A hook that changes what one layer is given, before the partial forward narrows it."""
+
+    def hook(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, **change(kwargs)}
+
+    return decoder_layers(model)[layer].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k: {"attention_mask": k["attention_mask"][:, :, 1:]}, r"'attention_mask' of shape .*expected 61 rows"),
+        (lambda k: {"new": torch.ones(61, 61)}, r"'new' of shape \(61, 61\), of which the probe did not learn"),
+        (lambda k: {"position_ids": torch.zeros(())}, "'position_ids' of shape"),
+    ],
+    ids=["other size", "unknown", "other dimensions"],
+)
+def test_an_argument_that_is_not_as_the_probe_saw_it_is_an_error(tiny_model, change: Any, message: str) -> None:
+    model, ids = tiny_model("llama").model, _ids()
+    buffer = _buffer(model, ids, exact=True)
+    handle = _spoilt(model, 2, change)
+    with pytest.raises(RuntimeError, match=message):
+        row_forward(model, buffer, ids, RowPlan(torch.arange(LENGTH), _KeepEveryThird()))
+    handle.remove()
+    row_forward(model, buffer, ids, RowPlan(torch.arange(LENGTH), _KeepEveryThird()))
+
+
+def test_rows_in_two_dimensions_are_an_error_when_they_would_be_narrowed() -> None:
+    arguments = RowArguments.of([{(0, 0): (1, 9, 9)}], [{(0, 0): (1, 5, 5)}])
+    with pytest.raises(RuntimeError, match="argument 0 of shape"):
+        arguments.row_dim(0, (0, 0), torch.zeros(1, 9, 9))
+
+
+def test_only_a_probed_model_drops_rows(tiny_model) -> None:
+    model, other = tiny_model("llama").model, tiny_model("llama").model
+    buffer, ids = _buffer(model, _ids(), exact=True), _ids()
+    with pytest.raises(RuntimeError, match="has been probed"):
+        row_forward(copy.deepcopy(other), buffer, ids, RowPlan(torch.arange(LENGTH), _KeepEveryThird()))
 
 
 def test_rows_per_layer_are_what_passes_the_layers(tiny_model) -> None:
