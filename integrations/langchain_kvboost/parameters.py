@@ -17,7 +17,8 @@ from kvboost_rag import __version__
 from kvboost_rag.adapters.generation_kwargs import check_params, merge_params
 from kvboost_rag.adapters.loading_kwargs import loading_options
 from kvboost_rag.adapters.registry import EngineSpec, adopt
-from kvboost_rag.config import GenerationParams, ReuseConfig
+from kvboost_rag.adapters.reuse_settings import check_reuse
+from kvboost_rag.config import GenerationParams
 from langchain_kvboost.fields import KVBoostFields
 from langchain_kvboost.identity import HeldName, fingerprint_of, is_held, name_of, plain
 
@@ -147,7 +148,7 @@ class KVBoostParameters(KVBoostFields):
         """Reuse settings of one call, checked."""
         own = {name: getattr(self, name) for name in _REUSE}
         settings = own | {name: value for name, value in call.items() if value is not None}
-        ReuseConfig().override(**settings)
+        check_reuse(settings)
         # An empty namespace and strict=False leave the engine's own settings as they are.
         return {
             name: value for name, value in settings.items() if value is not None and value is not False and value != ""

@@ -34,15 +34,16 @@ def ask(
 
     Example: kvboost-rag ask "How are chunks evicted?" --passages 8
     """
+    from kvboost_rag.adapters.reuse_settings import check_reuse
     from kvboost_rag.cli.asking import PassageSearch, messages_for
     from kvboost_rag.cli.indexing import open_embedder
     from kvboost_rag.cli.session import ModelChoice, open_engine
     from kvboost_rag.cli.tables import reuse_table
-    from kvboost_rag.config import GenerationParams, ReuseConfig
+    from kvboost_rag.config import GenerationParams
     from kvboost_rag.indexing.corpus import CorpusError
 
     overrides: dict[str, Any] = {"reuse": reuse, "repair": repair}
-    ReuseConfig().override(**overrides)  # refuses what is not known, before a model is loaded
+    check_reuse(overrides)  # refuses what is not known, before a model is loaded
     if not question.strip():
         raise CorpusError("the question is empty")
     kept = options.StoreChoice.of(store, memory_budget, disk_budget)

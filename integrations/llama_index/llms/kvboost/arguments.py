@@ -16,7 +16,7 @@ from llama_index.llms.kvboost.tools import ToolCalling
 
 from kvboost_rag.adapters.generation_kwargs import check_params
 from kvboost_rag.adapters.registry import EngineSpec
-from kvboost_rag.config import ReuseConfig
+from kvboost_rag.adapters.reuse_settings import check_reuse
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class KVBoostArguments(ToolCalling, CustomLLM):
         if unknown := sorted(fields.keys() - type(self).model_fields.keys()):
             raise TypeError(f"KVBoostLLM has no argument {', '.join(unknown)}")
         super().__init__(**{name: value for name, value in fields.items() if value is not None})
-        ReuseConfig().override(**self._reuse_settings())
+        check_reuse(self._reuse_settings())
         check_params(self.generate_kwargs)
         self._spec = engine_spec(self, model, tokenizer, engine)
         self.model_name = self.model_name or getattr(engine, "name", None) or self._spec.name

@@ -17,8 +17,9 @@ from llama_index.llms.kvboost.responses import Collector, Make, Response, whole
 from kvboost_rag.adapters.aio import iterate
 from kvboost_rag.adapters.generation_kwargs import merge_params
 from kvboost_rag.adapters.registry import EngineSpec
+from kvboost_rag.adapters.reuse_settings import check_reuse
 from kvboost_rag.adapters.tool_choice import chosen_tools
-from kvboost_rag.config import GenerationParams, ReuseConfig
+from kvboost_rag.config import GenerationParams
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 
 REUSE_SETTINGS = ("reuse", "repair", "recompute_ratio", "namespace", "strict")
@@ -125,7 +126,7 @@ class CallDefaults:
         documents = node_texts(own.pop("documents", None) or ())
         given_settings = {name: own.pop(name, None) for name in REUSE_SETTINGS}
         settings = dict(self.reuse) | {name: value for name, value in given_settings.items() if value is not None}
-        ReuseConfig().override(**settings)
+        check_reuse(settings)
         template = dict(self.template) | dict(own.pop("chat_template_kwargs", None) or {})
         tools = chosen_tools(own.pop("tools", None) or (), own.pop("tool_choice", None))
         options: dict[str, Any] = {"params": merge_params(self.params, own), **settings}
