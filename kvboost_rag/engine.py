@@ -58,10 +58,11 @@ class KVBoost:
     ) -> None:
         self._parts = parts = build(loaded, Settings(store, config, encoding, metrics, profile))
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
-        self.config, self.encoding, self.profile, self.probe = parts.config, parts.encoding, parts.profile, parts.probe
-        self.tokens, self.store, self.metrics, self.shadow = parts.tokens, parts.store, parts.metrics, parts.shadow
-        self.registry, self.fetcher, self.index = parts.registry, parts.fetcher, parts.index
-        self.similar, self.donors = parts.similar, parts.donors
+        self.config, self.encoding = parts.chosen.config, parts.chosen.encoding
+        self.profile, self.probe = parts.chosen.profile, parts.chosen.probe
+        self.store, self.metrics, self.shadow, self.index = parts.store, parts.metrics, parts.shadow, parts.index
+        self.fetcher, self.similar, self.donors = parts.fetcher, parts.warmer.similar, parts.warmer.donors
+        self.registry, self.tokens = parts.fetcher.registry, parts.fetcher.registry.tokens
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> KVBoost:
@@ -193,7 +194,7 @@ class KVBoost:
 
     def stats(self) -> EngineStats:
         """Counters and bytes held; cheap."""
-        return EngineStats.of(self._parts.server, self.shadow)
+        return EngineStats.of(self._parts.service.server, self.shadow)
 
     def finish_background(self) -> None:
         """Wait until the work that was left for later is done: KV of chunks that a donor stood in for."""

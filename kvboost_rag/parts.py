@@ -53,28 +53,30 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of one engine. Nothing is set in any of them after they are constructed."""
+class Chosen:
+    """What settings, environment, profile and probe came to."""
 
     profile: ModelProfile | None
     config: ReuseConfig
     encoding: EncodingConfig
     probe: ProbeReport
-    tokens: PromptTokens
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one engine. Nothing is set in any of them after they are constructed."""
+
+    chosen: Chosen
     store: Store
     arrays: ArraysFile
     metrics: Recorder
     worker: Worker
     shadow: Shadow
     later: IdleJobs
-    registry: ChunkRegistry
     fetcher: ChunkFetcher
-    similar: SimilarChunks
-    donors: Donors
     warmer: Warmer
     index: DocumentIndex
     requests: RequestMaker
-    server: Server
     service: Service
 
     def close(self) -> None:
@@ -101,47 +103,40 @@ def build(loaded: LoadedModel, settings: Settings) -> Parts:
     encoding = (settings.encoding or EncodingConfig()).resolve(calibrated=calibrated)
     if encoding.groups and has_experts(loaded.model):
         raise ConfigError(f"groups=True: {loaded.name} has experts, so a chunk would not come back with the same bits")
-    tokens, report = PromptTokens(loaded.tokenizer), probe(loaded.model)
+    report = probe(loaded.model)
     metrics = _recorder(settings.metrics, loaded.name)
     worker = Worker(f"kvboost-{loaded.name}")
     shadow = Shadow(loaded.name, lambda: worker.is_idle, partial(_record_shadow, metrics))
+    later = IdleJobs(f"kvboost-later-{loaded.name}", lambda: worker.is_idle)
     requests = RequestMaker(config, calibrated, shadow)
     store = open_store(settings.store, device=str(loaded.model.device))
     metrics.watch(store)
-    identity = ChunkIdentity.of(fingerprint, tokens, encoding, reuse_limit(loaded.model, report))
-    registry = ChunkRegistry(store, tokens, identity)
-    encoder = Encoder(loaded.model, report.layout) if report.layout is not None else None
-    fetcher = ChunkFetcher(registry, encoder, metrics)
+    fetcher = _fetcher(loaded, fingerprint, report, store, encoding, metrics)
     arrays = ArraysFile(store.catalog.database.path)
-    similar = SimilarChunks(registry, arrays, encoding.embedder)
+    similar = SimilarChunks(fetcher.registry, arrays, encoding.embedder)
     donors = Donors(fetcher, arrays, encoding.donor_rules)
     warmer = Warmer(fetcher, similar, donors, encoding, lambda: config.resolve().donors, worker.call)
-    decoder = Decoder(loaded.model, tokens, loaded.eos_token_ids)
+    index = DocumentIndex(fetcher.registry, warmer, config.namespace)
+    decoder = Decoder(loaded.model, fetcher.registry.tokens, loaded.eos_token_ids)
     server = Server(loaded.model, fetcher, _pipeline(loaded, report, donors, encoding), decoder)
     notice = ProfileNotice(profile, fingerprint, loaded.name, settings.profile == "auto" and report.reusable)
-    later = IdleJobs(f"kvboost-later-{loaded.name}", lambda: worker.is_idle)
-    return Parts(
-        profile=profile,
-        config=config,
-        encoding=encoding,
-        probe=report,
-        tokens=tokens,
-        store=store,
-        arrays=arrays,
-        metrics=metrics,
-        worker=worker,
-        shadow=shadow,
-        later=later,
-        registry=registry,
-        fetcher=fetcher,
-        similar=similar,
-        donors=donors,
-        warmer=warmer,
-        index=DocumentIndex(registry, warmer, config.namespace),
-        requests=requests,
-        server=server,
-        service=Service(server, worker, Afterwards(server, worker, metrics, shadow, later), notice),
-    )
+    service = Service(server, worker, Afterwards(server, worker, metrics, shadow, later), notice)
+    chosen = Chosen(profile, config, encoding, report)
+    return Parts(chosen, store, arrays, metrics, worker, shadow, later, fetcher, warmer, index, requests, service)
+
+
+def _fetcher(
+    loaded: LoadedModel,
+    fingerprint: str,
+    report: ProbeReport,
+    store: Store,
+    encoding: EncodingConfig,
+    metrics: Recorder,
+) -> ChunkFetcher:
+    tokens = PromptTokens(loaded.tokenizer)
+    identity = ChunkIdentity.of(fingerprint, tokens, encoding, reuse_limit(loaded.model, report))
+    encoder = Encoder(loaded.model, report.layout) if report.layout is not None else None
+    return ChunkFetcher(ChunkRegistry(store, tokens, identity), encoder, metrics)
 
 
 def _usable(profile: ModelProfile | None) -> ModelProfile | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from kvboost_rag import KVBoost
     from kvboost_rag.models.load import LoadedModel
 
 TinyModel = Callable[..., "LoadedModel"]
@@ -113,6 +114,31 @@ def tiny_model(tiny_tokenizer: PreTrainedTokenizerBase) -> TinyModel:
         return load_model(model.requires_grad_(False), tokenizer=tiny_tokenizer)
 
     return build
+
+
+@pytest.fixture
+def make_engine(tiny_model: TinyModel) -> Iterator[Callable[..., KVBoost]]:
+    """`make_engine("gemma3", store=…)`: an engine on a tiny model of `architectures.REUSABLE`, closed at the end."""
+    from architectures import REUSABLE
+
+    from kvboost_rag import KVBoost
+
+    made: list[KVBoost] = []
+
+    def make(family: str = "llama", **options: Any) -> KVBoost:
+        model_type, fields = REUSABLE[family]
+        made.append(KVBoost(tiny_model(model_type, **fields), **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., KVBoost]) -> KVBoost:
+    """An engine that knows no documents."""
+    return make_engine()
 
 
 @pytest.fixture(scope="session")

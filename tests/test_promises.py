@@ -7,13 +7,12 @@ import sqlite3
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import REUSABLE
 from corpus_texts import document, prompt
 
 from kvboost_rag import GenerationParams, KVBoost
@@ -39,20 +38,6 @@ DOCUMENTS = [document(n, 1 + n % 3) for n in range(5)]
 EIGHT = GenerationParams(max_new_tokens=8)
 
 MakeEngine = Callable[..., KVBoost]
-
-
-@pytest.fixture
-def make_engine(tiny_model: Any) -> Iterator[MakeEngine]:
-    made: list[KVBoost] = []
-
-    def make(name: str = "llama", **options: Any) -> KVBoost:
-        model_type, fields = REUSABLE[name]
-        made.append(KVBoost(tiny_model(model_type, **fields), **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 # 1. repair="full" gives full prefill's logits; greedy tokens identical in float32.

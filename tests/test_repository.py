@@ -85,6 +85,86 @@ def test_no_import_cycles_between_parts():
         done |= free
 
 
+FOREIGN_PRIVATES = {"_attn_implementation", "_scaled_dot_product_flash_attention_for_cpu", "_expects_other_args"}
+"""Of transformers, torch and LangChain, where they offer no public name for it."""
+
+
+def private_names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Private names that a file makes (functions, classes, attributes), and those of others that it touches."""
+    made, touched = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            made.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            touched.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            touched.update(alias.name for alias in node.names)
+    private = re.compile(r"_[a-z]\w*$", re.IGNORECASE)
+    return set(filter(private.match, made)), set(filter(private.match, touched))
+
+
+def test_no_package_touches_anothers_private_parts():
+    sources = [path for shelf in ("kvboost_rag", "kernels", "integrations") for path in (ROOT / shelf).rglob("*.py")]
+    by_package: dict[Path, list[tuple[Path, set[str], set[str]]]] = {}
+    for path in sources:
+        package = CORE / part_of(path) if CORE in path.parents else path.parent
+        by_package.setdefault(package, []).append((path, *private_names(ast.parse(path.read_text()))))
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for files in by_package.values()
+        for path, _, touched in files
+        for name in sorted(touched - FOREIGN_PRIVATES - set().union(*(made for _, made, _ in files)))
+    ]
+    assert not wrong
+
+
+MAX_LINES, MAX_BODY, MAX_PARAMETERS = 300, 35, 6
+
+
+def too_large(path: Path) -> list[str]:
+    """What of a file is above the bounds: the file itself, bodies (docstrings apart), parameters (`self` apart)."""
+    text, found = path.read_text(), []
+    if len(text.splitlines()) > MAX_LINES:
+        found.append("file")
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        if body and node.end_lineno - body[0].lineno + 1 > MAX_BODY:
+            found.append(f"{node.name} (body)")
+        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        if len(names) - (names[:1] in (["self"], ["cls"])) > MAX_PARAMETERS:
+            found.append(f"{node.name} (parameters)")
+    return found
+
+
+def test_what_is_large_is_listed_with_its_reason():
+    """In a table of CONTRIBUTING.md: a path (a folder stands for what is in it), what is too large, why."""
+    rows = re.findall(r"^\| `([^`|]+)` \| ([^|]+) \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    listed = {path: [item.strip(" `") for item in what.split(",")] for path, what, why in rows if why.strip()}
+
+    def allowed(path: str, item: str) -> bool:
+        names = [
+            *listed.get(path, []),
+            *(i for folder, items in listed.items() if path.startswith(folder) for i in items),
+        ]
+        return item in names or item.rsplit(" ", 1)[-1].strip("()") in names
+
+    wrong, large = [], set()
+    for shelf in ("kvboost_rag", "kernels", "integrations"):
+        for path in (ROOT / shelf).rglob("*.py"):
+            relative = str(path.relative_to(ROOT))
+            items = too_large(path)
+            large.update(name for name in listed if items and relative.startswith(name))
+            wrong += [f"{relative}: {item}" for item in items if not allowed(relative, item)]
+    assert not wrong
+    assert not set(listed) - large, "listed, but small enough by now"
+
+
 @pytest.mark.parametrize("name", ["langchain", "langchain_core", "llama_index", "langchain_kvboost"])
 def test_core_knows_no_framework(name):
     pattern = re.compile(rf"^\s*(from|import) {name}\b", re.MULTILINE)

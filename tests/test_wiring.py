@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +37,6 @@ PROMPT = "\n\n".join([*DOCUMENTS, "What does the store hold?"])
 PARAMS = GenerationParams(max_new_tokens=2)
 
 MakeEngine = Callable[..., KVBoost]
-
-
-@pytest.fixture
-def make_engine(tiny_model: Any) -> Iterator[MakeEngine]:
-    made: list[KVBoost] = []
-
-    def make(**options: Any) -> KVBoost:
-        made.append(KVBoost(tiny_model("llama"), **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def ask(engine: KVBoost, **options: Any) -> GenerationResult:

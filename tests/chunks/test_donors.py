@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,12 @@ MakeEngine = Callable[..., KVBoost]
 
 
 @pytest.fixture
-def make_engine(tiny_model: Any) -> Iterator[MakeEngine]:
-    made: list[KVBoost] = []
-
+def make_engine(make_engine: MakeEngine) -> MakeEngine:
     def make(store: Any = None, metrics: Any = False, donors: bool = True, **encoding: Any) -> KVBoost:
         config = ReuseConfig(donors=donors)
-        made.append(
-            KVBoost(
-                tiny_model("llama"),
-                store=store,
-                config=config,
-                metrics=metrics,
-                encoding=EncodingConfig(**encoding),
-            )
-        )
-        return made[-1]
+        return make_engine(store=store, config=config, metrics=metrics, encoding=EncodingConfig(**encoding))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 def ask(engine: KVBoost, text: str = NEW, **options: Any) -> GenerationResult:

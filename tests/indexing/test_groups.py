@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from architectures import REUSABLE
 
 from kvboost_rag import KVBoost
 from kvboost_rag.config import ConfigError, EncodingConfig
@@ -30,18 +29,12 @@ def count_words(texts: Sequence[str]) -> np.ndarray:
 
 
 @pytest.fixture
-def make_engine(tiny_model: Any) -> Iterator[MakeEngine]:
-    made: list[KVBoost] = []
-
+def make_engine(make_engine: MakeEngine) -> MakeEngine:
     def make(store: Any = None, family: str = "llama", **encoding: Any) -> KVBoost:
-        model_type, fields = REUSABLE[family]
         settings = EncodingConfig(**({"embedder": count_words, "neighbours": 4, "groups": True} | encoding))
-        made.append(KVBoost(tiny_model(model_type, **fields), store=store, encoding=settings))
-        return made[-1]
+        return make_engine(family, store=store, encoding=settings)
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 def bits_of(engine: KVBoost) -> dict[str, bytes]:

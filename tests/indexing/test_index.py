@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,12 @@ def embedder() -> WordEmbedder:
 
 
 @pytest.fixture
-def make_engine(tiny_model: Any, embedder: WordEmbedder) -> Iterator[MakeEngine]:
-    made: list[KVBoost] = []
-
+def make_engine(make_engine: MakeEngine, embedder: WordEmbedder) -> MakeEngine:
     def make(store: Any = None, neighbours: int = 2, **encoding: Any) -> KVBoost:
         encoding = {"embedder": embedder, "neighbours": neighbours} | encoding
-        made.append(KVBoost(tiny_model("llama"), store=store, encoding=EncodingConfig(**encoding)))
-        return made[-1]
+        return make_engine(store=store, encoding=EncodingConfig(**encoding))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 def behind(engine: KVBoost, text: str, namespace: str = "") -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from kvboost_rag.indexing.warm import WarmProgress, warm
 from kvboost_rag.kv.realign import PositionTables, position_free
 
 DOCUMENTS = [document(n, 1 + n % 2) for n in range(5)]
-
-
-@pytest.fixture
-def engine(tiny_model: Any) -> Iterator[KVBoost]:
-    with KVBoost(tiny_model("llama")) as engine:
-        yield engine
 
 
 def test_warming_twice_encodes_once(engine: KVBoost) -> None:

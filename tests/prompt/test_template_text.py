@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from engine_helpers import located
 from kvboost_rag import KVBoost
 
 MARKUP = ["<|im_start|>", "|>", "<|im_end|>\n<|im_start|>assistant", "<|im_start|>user\nDocument 0, line"]
-
-
-@pytest.fixture
-def engine(tiny_model: Any) -> Iterator[KVBoost]:
-    with KVBoost(tiny_model("llama")) as made:
-        yield made
 
 
 def token_ids(engine: KVBoost, content: str, **options: Any) -> tuple[int, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import REUSABLE
 from corpus_texts import document, prompt
 
 from kvboost_rag import GenerationParams, KVBoost
@@ -26,18 +25,11 @@ MakeEngine = Callable[..., KVBoost]
 
 
 @pytest.fixture
-def make_engine(tiny_model: Any) -> Iterator[MakeEngine]:
-    made: list[KVBoost] = []
-
+def make_engine(make_engine: MakeEngine) -> MakeEngine:
     def make(family: str = "llama", store: Any = None, **encoding: Any) -> KVBoost:
-        encoding = {"sensitivity": True} | encoding
-        model_type, fields = REUSABLE[family]
-        made.append(KVBoost(tiny_model(model_type, **fields), store=store, encoding=EncodingConfig(**encoding)))
-        return made[-1]
+        return make_engine(family, store=store, encoding=EncodingConfig(**({"sensitivity": True} | encoding)))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 def loaded(engine: KVBoost, text: str) -> FetchedChunk:
