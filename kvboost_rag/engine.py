@@ -108,20 +108,14 @@ class KVBoost:
         return self._parts.warmer.warm(texts, namespace, neighbours, embeddings, progress, encode)
 
     def register(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
-        """Make documents known without encoding them: each is encoded when it first stands in a prompt.
-
-        Returns:
-            How many of them are known now; those that cannot be chunks (empty, too long) are passed over.
-        """
+        """Make documents known without encoding them: each is encoded when it first stands in a prompt. Returns how
+        many of them are known now; those that cannot be chunks (empty, too long) are passed over."""
         texts, namespace = document_texts(documents), self.config.namespace_or_own(namespace)
         return self.registry.register_all(texts, namespace) if self.probe.reusable else 0
 
     def prefetch(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Say that documents will stand in a prompt soon: their stored KV is read into memory in the background.
-
-        Returns:
-            How many of them are known. Returns at once, and never computes anything.
-        """
+        Returns at once how many of them are known, and never computes anything."""
         return self.fetcher.prefetch(document_texts(documents), self.config.namespace_or_own(namespace))
 
     def generate(self, prompt: str | Messages, **options: Any) -> GenerationResult:
@@ -167,15 +161,8 @@ class KVBoost:
         return self._parts.service.stream(request, cancelled)
 
     def logits(self, prompt: str | Messages, continuation: Sequence[int] = (), **options: Any) -> torch.Tensor:
-        """Logits behind the prompt and behind each token of a given continuation: how far reuse is from full prefill.
-
-        Args:
-            prompt, options: as in `stream`.
-            continuation: token ids, teacher-forced.
-
-        Returns:
-            Float32 `[len(continuation) + 1, vocab_size]`.
-        """
+        """Logits after the prompt and after each token id of a given continuation, float32 `[len(continuation) + 1,
+        vocab_size]`: how far reuse is from full prefill. Prompt and options as in `stream`."""
         return self._parts.service.logits(self._parts.requests.make(prompt, **options), continuation)
 
     def profile_notice(self) -> str | None:
@@ -183,11 +170,8 @@ class KVBoost:
         return self._parts.service.notice.take()
 
     def evict(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
-        """Forget documents: their text, their KV in every tier, and exact blocks, which may hold their tokens.
-
-        Returns:
-            How many were known.
-        """
+        """Forget documents: their text, their KV in every tier, and exact blocks, which may hold their tokens. Returns
+        how many were known."""
         namespace = self.config.namespace_or_own(namespace)
         keys = [self.registry.describe(text, namespace).content_hash for text in document_texts(documents)]
         return self._parts.warmer.forget(keys, namespace).num_chunks
@@ -201,10 +185,8 @@ class KVBoost:
         self._parts.later.wait()
 
     def close(self) -> None:
-        """Finish the running request, drop queued ones, flush and close the store.
-
-        Closing twice does nothing, and neither does closing in a forked child, where all that is the parent's.
-        """
+        """Finish the running request, drop queued ones, flush and close the store. Closing twice does nothing, and
+        neither does closing in a forked child, where all that is the parent's."""
         self._parts.close()
 
     def __enter__(self) -> KVBoost:

@@ -165,6 +165,10 @@ def test_what_is_large_is_listed_with_its_reason():
     assert not set(listed) - large, "listed, but small enough by now"
 
 
+def test_the_engine_is_a_table_of_contents():
+    assert len((CORE / "engine.py").read_text().splitlines()) <= 200
+
+
 @pytest.mark.parametrize("name", ["langchain", "langchain_core", "llama_index", "langchain_kvboost"])
 def test_core_knows_no_framework(name):
     pattern = re.compile(rf"^\s*(from|import) {name}\b", re.MULTILINE)
