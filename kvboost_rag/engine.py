@@ -93,6 +93,8 @@ class KVBoost:
                 as `EncodingConfig.neighbours` says; a number: so many; None or 0: no chunks; or for each document the
                 texts, nearest last. Chosen for a chunk once and then kept, unless texts are given.
             embeddings: vectors of the documents, `[num_documents, dim]`, if you have them; else they are embedded.
+                `embeddings.ModelVectors.made_by(model, vectors)` says whose they are, so that they are compared with
+                all of that model's; plain ones are compared with other plain ones only.
             namespace: default: the config's.
             progress: called after each chunk.
             encode: False leaves it at making the documents known with their encoding contexts: they are encoded by

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
@@ -12,7 +13,7 @@ from langchain_core.prompts import BasePromptTemplate, format_document
 
 from kvboost_rag.adapters.indexing_jobs import can_be_chunk, tolerated
 from kvboost_rag.adapters.registry import EngineSpec
-from kvboost_rag.indexing.embeddings import load_embedder
+from kvboost_rag.indexing.embeddings import ModelVectors, load_embedder
 from kvboost_rag.indexing.source_texts import SourceTexts
 from langchain_kvboost.parameters import KVBoostParameters
 
@@ -104,7 +105,7 @@ class DocumentWarming:
                 return
             texts = self._texts(engine, documents)
             vectors = self._vectors(engine, documents)
-            rows = [None] * len(texts) if vectors is None else [vectors[i : i + 1] for i in range(len(texts))]
+            rows = [None if vectors is None else replace(vectors, rows=vectors.rows[[i]]) for i in range(len(texts))]
             # An id that comes twice has what it was given last, as in the vector store.
             given = zip(source_ids, texts, rows, strict=False)
             sources = {source_id: SourceTexts([text], row) for source_id, text, row in given}
@@ -137,8 +138,8 @@ class DocumentWarming:
             logger.warning("%d of %d documents are empty or too long to be chunks", num_odd, len(texts))
         return usable
 
-    def _vectors(self, engine: KVBoost, documents: Sequence[Document]) -> Any:
+    def _vectors(self, engine: KVBoost, documents: Sequence[Document]) -> ModelVectors | None:
         count = (engine.encoding.neighbours or 0) if self._neighbours is None else self._neighbours
         if self._embeddings is None or not count or not documents:
             return None
-        return load_embedder(self._embeddings)([document.page_content for document in documents])
+        return load_embedder(self._embeddings).embed([document.page_content for document in documents])

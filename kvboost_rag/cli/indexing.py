@@ -58,6 +58,7 @@ def index_sources(
         embedder: needed for neighbours.
         gone: source ids that are to be forgotten (`gone_of`); unknown ones are passed over.
     """
+    from kvboost_rag.indexing.embeddings import ModelVectors
     from kvboost_rag.indexing.source_texts import SourceTexts
 
     chunks = split_sources(engine.tokens.count, sources, plan.chunk_tokens)
@@ -66,7 +67,12 @@ def index_sources(
     vectors = _embed(embedder, texts) if neighbours and embedder is not None and texts else None
     row = {text: i for i, text in enumerate(texts)}
     ready = {
-        source: SourceTexts(group, vectors[[row[text] for text in group]] if vectors is not None and group else None)
+        source: SourceTexts(
+            group,
+            ModelVectors.made_by(embedder, vectors[[row[text] for text in group]])
+            if vectors is not None and group
+            else None,
+        )
         for source, group in chunks.items()
     }
     dropped = engine.index.delete_many(gone)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
-import numpy as np
-
 from kvboost_rag.chunks.lookup import document_texts
 from kvboost_rag.config import lone_surrogate
+from kvboost_rag.indexing.embeddings import UNNAMED, ModelVectors
 from kvboost_rag.indexing.source_texts import SourceTexts
 from kvboost_rag.prompt.segments import canonical_text
 
@@ -21,6 +20,7 @@ class ReadySource:
 
     texts: list[str]
     embeddings: list[Any] | None
+    space: str
     later: list[str]
 
     @property
@@ -48,18 +48,27 @@ def ready_sources(sources: Mapping[str, SourceTexts]) -> dict[str, ReadySource]:
     return ready
 
 
-def joined_embeddings(sources: Iterable[ReadySource]) -> Any:
-    """The vectors of all sources' `texts`, in order, or None if there are none."""
-    rows = [row for source in sources if source.embeddings is not None for row in source.embeddings]
-    return np.asarray(rows, dtype=np.float32) if rows else None
+def joined_embeddings(sources: Iterable[ReadySource]) -> ModelVectors | None:
+    """The vectors of all sources' `texts`, in order, or None if there are none.
+
+    Raises:
+        ValueError: they are of several models.
+    """
+    given = [source for source in sources if source.embeddings]
+    spaces = {source.space for source in given}
+    if len(spaces) > 1:
+        raise ValueError(f"the sources' embeddings are of {len(spaces)} models: {', '.join(sorted(spaces))}")
+    rows = [row for source in given for row in source.embeddings or ()]
+    return ModelVectors(rows, spaces.pop()) if rows else None
 
 
 def _ready(given: SourceTexts) -> ReadySource:
-    texts, embeddings = document_texts(given.texts), given.embeddings
+    texts, space, rows = document_texts(given.texts), UNNAMED, None
     used = [bool(canonical_text(text)) for text in texts]
-    if embeddings is not None:
-        if len(embeddings) != len(texts):
-            raise ValueError(f"{len(embeddings)} embeddings are given for {len(texts)} texts")
-        embeddings = list(compress(embeddings, used))
+    if given.embeddings is not None:
+        vectors = ModelVectors.of(given.embeddings)
+        if len(vectors.rows) != len(texts):
+            raise ValueError(f"{len(vectors.rows)} embeddings are given for {len(texts)} texts")
+        rows, space = list(compress(vectors.rows, used)), vectors.space
     later = [text for text in document_texts(given.later) if canonical_text(text)]
-    return ReadySource(list(compress(texts, used)), embeddings, later)
+    return ReadySource(list(compress(texts, used)), rows, space, later)

@@ -70,6 +70,7 @@ class RememberedVectors:
     def __init__(self, path: Path, model: object, model_name: str = DEFAULT_MODEL, batch_size: int = 16) -> None:
         self._path = path
         self._embed = load_embedder(model)
+        self.embedding_space = self._embed.space
         self._name = model_name
         self._batch_size = batch_size
         self._fault: str | None = None

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.datamodels import ChunkRecord
-from kvboost_rag.indexing.embeddings import DEFAULT_MODEL, Embed, load_embedder, unit_vectors
+from kvboost_rag.indexing.embeddings import UNNAMED, Embedder, ModelVectors, load_embedder, unit_vectors
 from kvboost_rag.indexing.neighbour_groups import group_chunks, group_neighbours
 from kvboost_rag.indexing.neighbours import NeighbourRules, Neighbours, RewarmPlan, choose_neighbours, plan_rewarm
 from kvboost_rag.indexing.vector_index import VectorIndex
@@ -61,7 +60,7 @@ class SimilarChunks:
         self.registry = registry
         self.arrays = arrays
         self._embedder = embedder
-        self._embed: Embed | None = None
+        self._embed: Embedder | None = None
         self._spaces: dict[tuple[str, str], _Space] = {}
         self._no_embedder: str | None = None
         self._lock = threading.RLock()
@@ -78,8 +77,8 @@ class SimilarChunks:
 
         Args:
             records: known chunks of one namespace.
-            embeddings: their vectors `[num_records, dim]`, if the caller has them; such vectors are compared only with
-                vectors that callers gave, never with the embedder's.
+            embeddings: their vectors `[num_records, dim]`, if the caller has them. With the model that made them
+                (`ModelVectors`) they are compared with all of that model's, without only with each other.
             groups: among themselves only: chains of up to `count` + 1, each behind those before it, to be encoded in
                 one forward.
 
@@ -92,6 +91,8 @@ class SimilarChunks:
         """
         if not records:
             return []
+        if embeddings is None and len(self._settled(records, namespace)) == len({r.content_hash for r in records}):
+            return self._as_known(records)  # no embedding model is needed
         with self._lock:
             try:
                 space = self._with_vectors(records, embeddings, namespace)
@@ -107,9 +108,7 @@ class SimilarChunks:
             else:
                 chosen = choose_neighbours(space.index, list(open_ones), self._num_tokens(), NeighbourRules(count))
                 self._write(chosen, open_ones, namespace)
-        catalog = self.registry.store.catalog
-        found = catalog.get_many(r.content_hash for r in records)
-        return [found.get(r.content_hash, r) for r in records]
+        return self._as_known(records)
 
     def replan(self, namespace: str, rules: NeighbourRules) -> RewarmPlan:
         """What would change if all contexts were chosen anew today; nothing is changed.
@@ -146,12 +145,13 @@ class SimilarChunks:
         """The namespace's vectors, those of `records` among them."""
         distinct = {r.content_hash: (i, r) for i, r in enumerate(records)}
         if embeddings is not None:
-            vectors = unit_vectors(embeddings, len(records))
-            space = self._space(namespace, f"embedding/given/{vectors.shape[1]}")
+            given = ModelVectors.of(embeddings)
+            vectors = unit_vectors(given.rows, len(records))
+            space = self._space(namespace, given.space, vectors.shape[1])
             space.arrays.put({key: vectors[i] for key, (i, _) in distinct.items()})
             space.index.add(list(distinct), vectors[[i for i, _ in distinct.values()]])
             return space
-        space = self._space(namespace, f"embedding/{self._embedder_name}")
+        space = self._space(namespace, self._load_embedder().space)
         missing = [r for key, (_, r) in distinct.items() if key not in space.index]
         for start in range(0, len(missing), _BATCH):
             self._add(space, missing[start : start + _BATCH])
@@ -167,8 +167,9 @@ class SimilarChunks:
             space.arrays.put({r.content_hash: known[r.content_hash] for r in fresh})
         space.index.add(keys, np.stack([known[key] for key in keys]).astype(np.float32))
 
-    def _space(self, namespace: str, kind: str) -> _Space:
-        """The namespace's vectors, up to date with chunks that were added and removed elsewhere."""
+    def _space(self, namespace: str, name: str, dim: int | None = None) -> _Space:
+        """The namespace's vectors of one space, up to date with chunks that were added and removed elsewhere."""
+        kind = f"embedding/{name}" + (f"/{dim}" if name == UNNAMED else "")
         space = self._spaces.get((namespace, kind))
         if space is None:
             space = _Space(self._arrays(kind, namespace, np.float32))
@@ -188,13 +189,20 @@ class SimilarChunks:
         return space
 
     def _unassigned(self, records: Sequence[ChunkRecord], namespace: str) -> dict[str, ChunkRecord]:
-        store = self.registry.store
-        settled = self._arrays(_ASSIGNED, namespace, np.int8).get(r.content_hash for r in records)
+        store, settled = self.registry.store, self._settled(records, namespace)
         return {
             r.content_hash: r
             for r in records
             if not r.neighbours and r.content_hash not in settled and r.content_hash not in store
         }
+
+    def _settled(self, records: Sequence[ChunkRecord], namespace: str) -> Mapping[str, Any]:
+        """Those of the records whose context was chosen here before."""
+        return self._arrays(_ASSIGNED, namespace, np.int8).get(r.content_hash for r in records)
+
+    def _as_known(self, records: Sequence[ChunkRecord]) -> list[ChunkRecord]:
+        found = self.registry.store.catalog.get_many(r.content_hash for r in records)
+        return [found.get(r.content_hash, r) for r in records]
 
     def _chains(self, space: _Space, keys: list[str], count: int) -> list[tuple[str, ...]]:
         """Groups that fit into the model's context with their separators."""
@@ -240,16 +248,7 @@ class SimilarChunks:
     def _arrays(self, kind: str, namespace: str, dtype: Any) -> ChunkArrays:
         return self.arrays.table(kind, self.registry.fingerprint, namespace, dtype)
 
-    @property
-    def _embedder_name(self) -> str:
-        """Vectors of different names are never compared."""
-        model = self._embedder
-        if model is None or isinstance(model, (str, Path)):
-            return DEFAULT_MODEL if model is None else str(model)
-        name = next((getattr(model, a) for a in ("model_name", "model", "name") if _is_text(model, a)), "")
-        return f"{type(model).__module__}.{type(model).__qualname__}/{name}"
-
-    def _load_embedder(self) -> Embed:
+    def _load_embedder(self) -> Embedder:
         if self._embed is not None:
             return self._embed
         if self._no_embedder is not None:
@@ -279,8 +278,3 @@ class _TokenCounts(dict[str, int]):
         record = self._catalog.get(key)
         self[key] = _NEVER_FITS if record is None else len(record.token_ids)
         return self[key]
-
-
-def _is_text(model: Any, attribute: str) -> bool:
-    value = getattr(model, attribute, None)
-    return isinstance(value, str) and bool(value)

@@ -13,7 +13,7 @@ class SourceTexts:
 
     Attributes:
         texts: chunk texts in order, or objects with `page_content` or `text`; empty ones are left out.
-        embeddings: their vectors `[num_texts, dim]`, or None.
+        embeddings: their vectors `[num_texts, dim]`, plain or as `embeddings.ModelVectors`, or None.
         later: further chunks that are encoded only when they first stand in a prompt.
     """
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvboost_rag.datamodels import ChunkRecord
@@ -87,20 +88,33 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     return hash_fields("weights and config", _weights_digest(model).encode(), _config_bytes(model))
 
 
+def parameters_fingerprint(module: Any) -> str:
+    """Identifies a network's parameters whatever they are called, sampled as those of a language model are."""
+    described = ((str(tuple(t.shape)), str(t.dtype), _sample(t)) for t in module.parameters())
+    return hash_fields(
+        "parameters", *sorted(hash_fields("parameter", s.encode(), d.encode(), raw).encode() for s, d, raw in described)
+    )
+
+
 def _weights_digest(model: PreTrainedModel) -> str:
-    import torch
 
     fields: list[bytes] = []
     tensors: Iterable[tuple[str, torch.Tensor]] = (*model.named_parameters(), *model.named_buffers())
     for name, tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // 16)
-        width = max(1, 4096 // max(1, flat.element_size()))
-        starts = sorted({*range(0, flat.numel(), step), max(0, flat.numel() - width)})
-        sample = torch.cat([flat[s : s + width] for s in starts]) if starts else flat
-        raw = sample.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-        fields += [name.encode(), str(tuple(tensor.shape)).encode(), str(tensor.dtype).encode(), raw]
+        fields += [name.encode(), str(tuple(tensor.shape)).encode(), str(tensor.dtype).encode(), _sample(tensor)]
     return hash_fields("weights", *fields)
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """4 KiB at 16 places of a tensor, both ends among them."""
+    import torch
+
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // 16)
+    width = max(1, 4096 // max(1, flat.element_size()))
+    starts = sorted({*range(0, flat.numel(), step), max(0, flat.numel() - width)})
+    sample = torch.cat([flat[s : s + width] for s in starts]) if starts else flat
+    return sample.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
 def _config_bytes(model: PreTrainedModel) -> bytes:

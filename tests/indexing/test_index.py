@@ -12,6 +12,7 @@ import pytest
 
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import ConfigError, EncodingConfig
+from kvboost_rag.indexing.embeddings import load_embedder
 from kvboost_rag.indexing.source_texts import SourceTexts
 from kvboost_rag.models.errors import ModelLoadError
 
@@ -257,7 +258,9 @@ def test_what_is_deleted_is_in_no_file(make_engine: MakeEngine, tmp_path: Path) 
     engine.index.add("sea", SEA)
     engine.store.flush()
     key = engine.index.chunks_of("fruit")[0]
-    vector = np.float32(engine.similar._space("", f"embedding/{engine.similar._embedder_name}").index.vectors([key])[0])
+    vector = np.float32(
+        engine.similar._space("", load_embedder(engine.encoding.embedder).space).index.vectors([key])[0]
+    )
 
     def anywhere(data: bytes) -> bool:
         return any(data in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
