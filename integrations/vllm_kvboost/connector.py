@@ -80,6 +80,10 @@ class KVBoostConnector(KVConnectorBase_V1):
         """Nothing is handed to anybody who would wait for it."""
         return False
 
+    def shutdown(self) -> None:
+        """vLLM stops. The store stays open for the other side in this process; nothing of it is unwritten."""
+        self._source.close()
+
     # What vLLM's scheduler calls
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

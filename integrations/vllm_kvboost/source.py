@@ -82,9 +82,8 @@ class ChunkSource:
         return Reading(self, tuple(dict.fromkeys(keys)))
 
     def close(self) -> None:
-        """Stop reading and close the store."""
+        """Stop reading; what is asked for afterwards is not read."""
         self._readers.shutdown(wait=True, cancel_futures=True)
-        self.store.close()
 
     def submit(self, keys: Sequence[str]) -> Future[dict[str, StoreEntry]]:
         """`entries` in a reader thread."""
