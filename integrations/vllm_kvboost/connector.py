@@ -63,7 +63,7 @@ class KVBoostConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             exact_is_shared = bool(vllm_config.cache_config.enable_prefix_caching)
             access = Access(self.settings.namespaces, None if exact_is_shared else self.settings.namespace)
-            self._planner = Planner(self._source, access, self.settings.deadline_ms)
+            self._planner = Planner(self._source, access, self.settings.deadline_ms, self.settings.compute_last)
         else:
             parallel = vllm_config.parallel_config
             rank = (parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size)

@@ -47,8 +47,9 @@ class Planner:
     on for ever.
     """
 
-    def __init__(self, source: ChunkSource, access: Access, deadline_ms: float) -> None:
+    def __init__(self, source: ChunkSource, access: Access, deadline_ms: float, compute_last: int = 0) -> None:
         self._source, self._access, self._deadline_ms = source, access, deadline_ms
+        self._compute_last = compute_last
         self._plans: dict[str, _Plan] = {}
         self._loads: list[Load] = []
         self.counts: Counter[str] = Counter()
@@ -118,6 +119,7 @@ class Planner:
         except Exception as error:  # the catalog cannot be asked: vLLM computes the prompt
             logger.warning("kvboost: chunks could not be looked up: %s", error, exc_info=error)
             runs, why = (), "lookup_failed"
+        runs = runs[: max(0, len(runs) - self._compute_last)]
         if not runs:
             self.counts[why or "no_chunks"] += 1
             return _Plan(why=why or "no_chunks")

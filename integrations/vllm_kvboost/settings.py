@@ -21,6 +21,8 @@ class Settings:
         memory_bytes: budget of the memory tier, which holds the chunks of requests in flight; None: the store's own.
         min_tokens: shortest run of a chunk's ids that is looked for.
         deadline_ms: a request whose chunks have not been read after so long is computed by vLLM.
+        compute_last: so many chunks at the prompt's end are left to vLLM, which computes them over the KV of all before
+            them: closer to full prefill, for their share of the time.
         device: where gaps between chunks are computed and chunks are put in place.
     """
 
@@ -30,6 +32,7 @@ class Settings:
     memory_bytes: int | None = None
     min_tokens: int = 16
     deadline_ms: float = 2000.0
+    compute_last: int = 0
     device: str = "cpu"
 
     @classmethod
@@ -47,7 +50,7 @@ class Settings:
         given = {**extra, "namespaces": tuple(extra.get("namespaces") or (extra.get("namespace", ""),))}
         for namespace in (given.get("namespace", ""), *given["namespaces"]):
             check_namespace(namespace)
-        for name, least in (("min_tokens", 8), ("deadline_ms", 0), ("memory_bytes", 1)):
+        for name, least in (("min_tokens", 8), ("deadline_ms", 0), ("memory_bytes", 1), ("compute_last", 0)):
             value = given.get(name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < least):
                 raise ValueError(f"kv_connector_extra_config: {name}={value!r}: expected a number, {least} or more")

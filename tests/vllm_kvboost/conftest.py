@@ -112,12 +112,17 @@ def vllm_model(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> str
 
 
 @pytest.fixture(scope="session")
-def warmed(vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+def texts() -> list[str]:
+    """The documents that `warmed` holds."""
+    return [document(n) for n in range(NUM_DOCUMENTS)]
+
+
+@pytest.fixture(scope="session")
+def warmed(vllm_model: str, texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """A store with documents under the empty namespace, and other documents under `other`; ids of the former."""
     from kvboost_rag import KVBoost
 
     folder = tmp_path_factory.mktemp("kv")
-    texts = [document(n) for n in range(NUM_DOCUMENTS)]
     with KVBoost.from_pretrained(vllm_model, dtype="float32", store=folder, profile=None) as engine:
         engine.warm(texts, neighbours=2)
         engine.warm([document(n) for n in range(100, 102)], namespace="other")

@@ -130,6 +130,19 @@ def test_one_variable_turns_it_off(server: Any, monkeypatch: pytest.MonkeyPatch)
     assert (answer.cached, answer.told["not_used"]) == (0, "disabled")
 
 
+def test_the_last_documents_may_be_left_to_vllm(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = server.prompt(3, 0, 5)
+    (full,) = exact(server, prompt, tokens=1)
+    monkeypatch.setattr(server.planner, "_compute_last", 1)
+    (answer,) = server.ask(prompt, tokens=1)
+    assert answer.cached == 7 + len(server.documents[3]) + 2 + len(server.documents[0])
+    server.reset()
+    monkeypatch.setattr(server.planner, "_compute_last", 3)
+    (nothing,) = server.ask(prompt, tokens=1)
+    assert (nothing.cached, nothing.told["not_used"]) == (0, "no_chunks")
+    assert nothing.is_close_to(full, 1e-4)
+
+
 def test_without_known_documents_vllm_goes_on_alone(server: Any) -> None:
     ids = list(range(20, 120))
     (answer,) = server.ask(ids)
