@@ -12,10 +12,10 @@ from kvboost_rag.chunks.lookup import Messages, document_texts
 from kvboost_rag.config import EncodingConfig, GenerationParams, ReuseConfig
 from kvboost_rag.datamodels import GenerationResult, StreamEvent, WarmReport
 from kvboost_rag.indexing.warm import WarmProgress, nothing_warmed
-from kvboost_rag.models.load import LoadedModel, load_model
+from kvboost_rag.models.load import LoadedModel, load_model, with_digests
 from kvboost_rag.models.profile import ModelProfile
 from kvboost_rag.observe.metrics import Metrics
-from kvboost_rag.parts import Settings, build
+from kvboost_rag.parts import ModelParts, Settings, build
 from kvboost_rag.repair import RepairStrategy
 from kvboost_rag.serving.limits import context_tokens
 from kvboost_rag.serving.stats import EngineStats
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class KVBoost:
+class KVBoost(ModelParts):
     """Answers prompts on a local model, taking documents' KV from a store.
 
     Args:
@@ -39,11 +39,10 @@ class KVBoost:
             without. Used where neither arguments nor environment say otherwise.
 
     Attributes:
-        index: documents by source id: add, update, delete.
-        registry, fetcher: known chunks, and their KV.
+        store, metrics, …: the engine's parts; those of `parts.ModelParts` follow the model.
 
-    A model that the probe refuses is served by plain prefill; `engine.probe.reason` says why. One worker thread
-    serves all callers in turn; every method may be called from any thread.
+    A model that the probe refuses is served by plain prefill; `engine.probe.reason` says why. One worker thread serves
+    all in turn; methods may be called from any thread. Adapters and weights may be changed between requests.
     """
 
     def __init__(
@@ -56,19 +55,16 @@ class KVBoost:
         metrics: Metrics | bool = False,
         profile: ModelProfile | Literal["auto"] | None = "auto",
     ) -> None:
-        self._parts = parts = build(loaded, Settings(store, config, encoding, metrics, profile))
+        parts = self._parts = build(loaded, Settings(store, config, encoding, metrics, profile))
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
-        self.config, self.encoding = parts.chosen.config, parts.chosen.encoding
-        self.profile, self.probe = parts.chosen.profile, parts.chosen.probe
-        self.store, self.metrics, self.shadow, self.index = parts.store, parts.metrics, parts.shadow, parts.index
-        self.fetcher, self.similar, self.donors = parts.fetcher, parts.warmer.similar, parts.warmer.donors
-        self.registry, self.tokens = parts.fetcher.registry, parts.fetcher.registry.tokens
+        self.config, self.encoding, self.profile = parts.config, parts.encoding, parts.profile
+        self.tokens, self.store, self.metrics, self.shadow = parts.tokens, parts.store, parts.metrics, parts.shadow
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> KVBoost:
         """Load a model and make an engine of it: `model` and further options are those of `models.load.load_model`."""
         own = {name: options.pop(name) for name in inspect.signature(cls).parameters if name in options}
-        return cls(load_model(model, **options), **own)
+        return cls(with_digests(load_model(model, **options)), **own)
 
     @property
     def context_tokens(self) -> int | None:
@@ -84,6 +80,7 @@ class KVBoost:
         namespace: str | None = None,
         progress: Callable[[WarmProgress], None] | None = None,
         encode: bool = True,
+        adapter: str | Sequence[str] | None = None,
     ) -> WarmReport:
         """Compute and store the KV of documents; those already stored cost nothing.
 
@@ -99,15 +96,17 @@ class KVBoost:
             progress: called after each chunk.
             encode: False leaves it at making the documents known with their encoding contexts: they are encoded by
                 another process, or when they first stand in a prompt.
+            adapter: as in `ReuseConfig`.
 
         Raises:
             TypeError, ValueError: a document that cannot be a chunk, or embeddings or neighbours that do not fit the
                 documents; nothing has been encoded then.
         """
         texts, namespace = document_texts(documents), self.config.namespace_or_own(namespace)
-        if not self.probe.reusable:
-            return nothing_warmed(len(texts), self.probe.reason)
-        return self._parts.warmer.warm(texts, namespace, neighbours, embeddings, progress, encode)
+        variant = self._parts.variant(self.config.override(adapter=adapter).adapters)
+        if not variant.probe.reusable:
+            return nothing_warmed(len(texts), variant.probe.reason)
+        return variant.warmer.warm(texts, namespace, neighbours, embeddings, progress, encode)
 
     def register(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Make documents known without encoding them: each is encoded when it first stands in a prompt. Returns how
@@ -151,7 +150,7 @@ class KVBoost:
             template: arguments for the chat template (`tools`, …).
             cancelled: an event that stops the generation when it is set, from whatever thread; a request that is still
                 queued then is never served.
-            config: fields of `ReuseConfig` for this call (`reuse`, `recompute_ratio`, `namespace`, …).
+            config: fields of `ReuseConfig` for this call (`reuse`, `recompute_ratio`, `namespace`, `adapter`, …).
 
         Yields:
             Text deltas; the last event carries the result.
@@ -168,19 +167,22 @@ class KVBoost:
         return self._parts.service.logits(self._parts.requests.make(prompt, **options), continuation)
 
     def profile_notice(self) -> str | None:
-        """What the model runs on where that is not a profile it passed; None if that was said in this process."""
+        """What the model runs on where that is not a profile it passed; None if that was said already."""
         return self._parts.service.notice.take()
 
     def evict(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Forget documents: their text, their KV in every tier, and exact blocks, which may hold their tokens. Returns
         how many were known."""
-        namespace = self.config.namespace_or_own(namespace)
-        keys = [self.registry.describe(text, namespace).content_hash for text in document_texts(documents)]
-        return self._parts.warmer.forget(keys, namespace).num_chunks
+        texts, namespace = document_texts(documents), self.config.namespace_or_own(namespace)
+        return self._parts.variants.resting.warmer.evict(texts, namespace)
+
+    def refresh(self) -> bool:
+        """Read the whole model again, for changes that no request notices (docs/models.md); True if there were any."""
+        return self._parts.worker.call(self._parts.variants.refresh)
 
     def stats(self) -> EngineStats:
         """Counters and bytes held; cheap."""
-        return EngineStats.of(self._parts.service.server, self.shadow)
+        return EngineStats.of(self._parts.faults, self.store, self.shadow)
 
     def finish_background(self) -> None:
         """Wait until the work that was left for later is done: KV of chunks that a donor stood in for."""

@@ -9,18 +9,17 @@ from typing import Any, Literal
 
 from kvboost_rag.chunks.donors import Donors
 from kvboost_rag.chunks.fetcher import ChunkFetcher
-from kvboost_rag.chunks.identity import ChunkIdentity
-from kvboost_rag.chunks.prefix_cache import PrefixCache
 from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.config import ConfigError, EncodingConfig, ReuseConfig
-from kvboost_rag.encode.encoder import Encoder, has_experts
-from kvboost_rag.forward.probe import ProbeReport, probe
+from kvboost_rag.encode.encoder import has_experts
+from kvboost_rag.forward.probe import ProbeReport
 from kvboost_rag.indexing.index import DocumentIndex
 from kvboost_rag.indexing.similar_chunks import SimilarChunks
-from kvboost_rag.indexing.warmer import Warmer
-from kvboost_rag.kv.keys import model_fingerprint
+from kvboost_rag.models.adapters import AdapterNames
 from kvboost_rag.models.load import LoadedModel
 from kvboost_rag.models.profile import ModelProfile, ProfileNotice, load_profile
+from kvboost_rag.models.unwrap import input_device
+from kvboost_rag.models.watch import ModelWatch
 from kvboost_rag.observe.idle import IdleJobs
 from kvboost_rag.observe.metrics import Metrics
 from kvboost_rag.observe.recorder import Recorder
@@ -29,11 +28,11 @@ from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.repair import strategy_named
 from kvboost_rag.serving.afterwards import Afterwards
 from kvboost_rag.serving.decode import Decoder
-from kvboost_rag.serving.limits import reuse_limit
-from kvboost_rag.serving.pipeline import Pipeline, PlainPrefill
+from kvboost_rag.serving.faults import Faults
 from kvboost_rag.serving.requests import RequestMaker
-from kvboost_rag.serving.server import Server
 from kvboost_rag.serving.service import Service
+from kvboost_rag.serving.variant_maker import VariantMaker
+from kvboost_rag.serving.variants import Variant, Variants
 from kvboost_rag.serving.worker import Worker
 from kvboost_rag.stores import Store, open_store
 from kvboost_rag.stores.catalog.arrays_file import ArraysFile
@@ -53,31 +52,29 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What settings, environment, profile and probe came to."""
+class Parts:
+    """The parts of one engine, those of each state of its model in `variants`. Nothing is set in any of them after
+    they are constructed.
+    """
 
     profile: ModelProfile | None
     config: ReuseConfig
     encoding: EncodingConfig
-    probe: ProbeReport
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of one engine. Nothing is set in any of them after they are constructed."""
-
-    chosen: Chosen
+    tokens: PromptTokens
     store: Store
     arrays: ArraysFile
     metrics: Recorder
+    faults: Faults
     worker: Worker
     shadow: Shadow
     later: IdleJobs
-    fetcher: ChunkFetcher
-    warmer: Warmer
-    index: DocumentIndex
     requests: RequestMaker
+    variants: Variants
     service: Service
+
+    def variant(self, adapters: AdapterNames | None) -> Variant:
+        """The parts for these adapters, or (None) for the model as it stands."""
+        return self.worker.call(lambda: self.variants.run(adapters, lambda variant: variant))
 
     def close(self) -> None:
         """As `KVBoost.close`."""
@@ -90,6 +87,44 @@ class Parts:
             self.store.close()
 
 
+class ModelParts:
+    """The parts of an engine that belong to its model as it was last seen between requests: its weights, and the
+    adapters that were active.
+    """
+
+    _parts: Parts
+
+    @property
+    def probe(self) -> ProbeReport:
+        """Whether its KV can be reused, and why not."""
+        return self._parts.variants.resting.probe
+
+    @property
+    def registry(self) -> ChunkRegistry:
+        """The known chunks."""
+        return self._parts.variants.resting.registry
+
+    @property
+    def fetcher(self) -> ChunkFetcher:
+        """Their KV."""
+        return self._parts.variants.resting.fetcher
+
+    @property
+    def index(self) -> DocumentIndex:
+        """Documents by source id: add, update, delete."""
+        return self._parts.variants.resting.index
+
+    @property
+    def similar(self) -> SimilarChunks:
+        """What chooses encoding contexts."""
+        return self._parts.variants.resting.similar
+
+    @property
+    def donors(self) -> Donors:
+        """What finds near-duplicates."""
+        return self._parts.variants.resting.donors
+
+
 def build(loaded: LoadedModel, settings: Settings) -> Parts:
     """Make the parts of an engine for a loaded model.
 
@@ -97,46 +132,33 @@ def build(loaded: LoadedModel, settings: Settings) -> Parts:
         ConfigError: settings that cannot be used, alone or with this model.
     """
     config = settings.config or ReuseConfig()
-    fingerprint = model_fingerprint(loaded.model, loaded.tokenizer)
+    watch = ModelWatch(loaded.model, loaded.tokenizer, loaded.digests)
+    fingerprint = watch.state().fingerprint
     profile = _usable(load_profile(fingerprint) if settings.profile == "auto" else settings.profile)
     calibrated = profile.defaults if profile is not None else None
     encoding = (settings.encoding or EncodingConfig()).resolve(calibrated=calibrated)
     if encoding.groups and has_experts(loaded.model):
         raise ConfigError(f"groups=True: {loaded.name} has experts, so a chunk would not come back with the same bits")
-    report = probe(loaded.model)
-    metrics = _recorder(settings.metrics, loaded.name)
-    worker = Worker(f"kvboost-{loaded.name}")
+    tokens, metrics, worker = (
+        PromptTokens(loaded.tokenizer),
+        _recorder(settings.metrics, loaded.name),
+        Worker(f"kvboost-{loaded.name}"),
+    )
     shadow = Shadow(loaded.name, lambda: worker.is_idle, partial(_record_shadow, metrics))
     later = IdleJobs(f"kvboost-later-{loaded.name}", lambda: worker.is_idle)
     requests = RequestMaker(config, calibrated, shadow)
-    store = open_store(settings.store, device=str(loaded.model.device))
+    store = open_store(settings.store, device=str(input_device(loaded.model)))
     metrics.watch(store)
-    fetcher = _fetcher(loaded, fingerprint, report, store, encoding, metrics)
     arrays = ArraysFile(store.catalog.database.path)
-    similar = SimilarChunks(fetcher.registry, arrays, encoding.embedder)
-    donors = Donors(fetcher, arrays, encoding.donor_rules)
-    warmer = Warmer(fetcher, similar, donors, encoding, lambda: config.resolve().donors, worker.call)
-    index = DocumentIndex(fetcher.registry, warmer, config.namespace)
-    decoder = Decoder(loaded.model, fetcher.registry.tokens, loaded.eos_token_ids)
-    server = Server(loaded.model, fetcher, _pipeline(loaded, report, donors, encoding), decoder)
-    notice = ProfileNotice(profile, fingerprint, loaded.name, settings.profile == "auto" and report.reusable)
-    service = Service(server, worker, Afterwards(server, worker, metrics, shadow, later), notice)
-    chosen = Chosen(profile, config, encoding, report)
-    return Parts(chosen, store, arrays, metrics, worker, shadow, later, fetcher, warmer, index, requests, service)
-
-
-def _fetcher(
-    loaded: LoadedModel,
-    fingerprint: str,
-    report: ProbeReport,
-    store: Store,
-    encoding: EncodingConfig,
-    metrics: Recorder,
-) -> ChunkFetcher:
-    tokens = PromptTokens(loaded.tokenizer)
-    identity = ChunkIdentity.of(fingerprint, tokens, encoding, reuse_limit(loaded.model, report))
-    encoder = Encoder(loaded.model, report.layout) if report.layout is not None else None
-    return ChunkFetcher(ChunkRegistry(store, tokens, identity), encoder, metrics)
+    decoder, faults = Decoder(loaded.model, tokens, loaded.eos_token_ids), Faults()
+    later = IdleJobs(f"kvboost-later-{loaded.name}", lambda: worker.is_idle)
+    maker = VariantMaker(loaded, config, encoding, tokens, store, arrays, metrics, worker, decoder, faults)
+    variants = maker.variants(watch)
+    wanted = settings.profile == "auto" and variants.resting.probe.reusable
+    notice = ProfileNotice(profile, fingerprint, loaded.name, wanted)
+    service = Service(variants, worker, Afterwards(variants, worker, metrics, shadow, later), notice)
+    chosen, kept = (profile, config, encoding, tokens), (store, arrays, metrics, faults)
+    return Parts(*chosen, *kept, worker, shadow, later, requests, variants, service)
 
 
 def _usable(profile: ModelProfile | None) -> ModelProfile | None:
@@ -158,12 +180,3 @@ def _recorder(metrics: Metrics | bool, name: str) -> Recorder:
 
 def _record_shadow(metrics: Recorder, sample: ShadowSample) -> None:
     metrics.record_shadow(sample.kl_mean, sample.agreement)
-
-
-def _pipeline(loaded: LoadedModel, report: ProbeReport, donors: Donors, encoding: EncodingConfig) -> PlainPrefill:
-    if not report.reusable:
-        logger.warning("%s is served by plain prefill: %s", loaded.name, report.reason)
-        return PlainPrefill()
-    registry = donors.registry
-    prefixes = PrefixCache(registry.store, loaded.model, registry.fingerprint, encoding.block_tokens)
-    return Pipeline(loaded.model, report, donors, prefixes)

@@ -11,4 +11,4 @@ from kvboost_rag.chunks.served import ServedPrompt
 def located(engine: KVBoost, prompt: Any, **options: Any) -> ServedPrompt:
     """The prompt's ids and segments as `engine.generate(prompt, **options)` finds them."""
     parts = engine._parts
-    return parts.service.server.locate(parts.requests.make(prompt, **options))
+    return parts.variants.resting.server.locate(parts.requests.make(prompt, **options))

@@ -52,7 +52,7 @@ def is_held(model: Any) -> bool:
 def fingerprint_of(model: Any) -> str:
     """Tells loaded models of one name apart; read from the weights once an object, without an engine."""
     if model not in _FINGERPRINTS:
-        from kvboost_rag.kv.keys import weights_fingerprint
+        from kvboost_rag.models.fingerprint import weights_fingerprint
 
         _FINGERPRINTS[model] = weights_fingerprint(model)
     return _FINGERPRINTS[model]

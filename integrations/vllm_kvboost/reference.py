@@ -14,9 +14,10 @@ from kvboost_rag.forward.probe import probe
 from kvboost_rag.forward.row_forward import RowPlan, observe_rows
 from kvboost_rag.kv.assemble import PlacedChunk, assemble
 from kvboost_rag.kv.buffer import BufferPool, KVBuffer, KVLayout
-from kvboost_rag.kv.keys import model_fingerprint
 from kvboost_rag.kv.realign import PositionTables
+from kvboost_rag.models.fingerprint import model_fingerprint
 from kvboost_rag.models.load import load_model
+from kvboost_rag.models.unwrap import input_device
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Reference:
 
     def compute(self, buffer: KVBuffer, token_ids: tuple[int, ...], rows: list[int]) -> None:
         """Compute rows (positions, ascending) with everything before them in the buffer visible."""
-        device = self.model.get_input_embeddings().weight.device
+        device = input_device(self.model)
         observe_rows(self.model, buffer, torch.tensor(token_ids, device=device), RowPlan(torch.tensor(rows)))
 
 

@@ -87,7 +87,8 @@ def locate(
             break
         for key in gone:  # removed by another process a moment ago
             known.remove(key)
-    by_text = {s.text: found[s.key] for s in spans if s.key is not None}
+    own = registry.own if register is not None else _as_it_is
+    by_text = {s.text: own(found[s.key]) for s in spans if s.key is not None}
     segments = registry.tokens.segment(spans, rendered=markup is not None)
     records = [_record(s, by_text, register) if register else by_text.get(s.text) for s in segments]
     return ServedPrompt.of(tuple(map(ServedSegment, segments, records)))
@@ -101,6 +102,10 @@ def _rendered(
         return prompt, None
     text = tokens.render(prompt, **template)
     return text, TemplateText(text, prompt, template, tokens.control_texts)
+
+
+def _as_it_is(record: ChunkRecord) -> ChunkRecord:
+    return record
 
 
 def _record(

@@ -17,6 +17,7 @@ from kvboost_rag.forward.row_forward import RowPlan, observe_rows
 from kvboost_rag.kv import quantization
 from kvboost_rag.kv.keys import ROOT_HASH, prefix_hash
 from kvboost_rag.models.hf_cache import BufferCache
+from kvboost_rag.models.unwrap import input_device
 from kvboost_rag.stores.base import Store
 
 FIRST_BLOCK_TOKENS = 64
@@ -81,7 +82,7 @@ class PrefixCache:
         `token_ids` is what was given to `load`.
         """
         buffer, start = cache.buffer, cache.buffer.length
-        tokens = torch.tensor(token_ids, device=self.model.get_input_embeddings().weight.device)
+        tokens = torch.tensor(token_ids, device=input_device(self.model))
         end = 0
         for key, preceding, ids in self.blocks(token_ids, namespace):
             first, end = end, end + len(ids)

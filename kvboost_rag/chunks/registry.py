@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvboost_rag.chunks.identity import ChunkIdentity
@@ -21,6 +21,7 @@ from kvboost_rag.stores.catalog.catalog import CatalogVersion
 class _Known:
     texts: KnownTexts = field(default_factory=KnownTexts)
     version: CatalogVersion = field(default_factory=lambda: CatalogVersion(0, 0))
+    models: set[str] = field(default_factory=set)
 
 
 class ChunkRegistry:
@@ -28,12 +29,23 @@ class ChunkRegistry:
 
     The catalog fixes a chunk's encoding context when it is first registered, so that its KV is a pure function of
     (chunk tokens, encoding context, model). Thread-safe.
+
+    Args:
+        relatives: fingerprints of the same model in other states (other adapters, other weights): their texts are
+            known here too, and become chunks of this state when they are met (`own`).
     """
 
-    def __init__(self, store: Store, tokens: PromptTokens, identity: ChunkIdentity) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tokens: PromptTokens,
+        identity: ChunkIdentity,
+        relatives: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         self.store = store
         self.tokens = tokens
         self.identity = identity
+        self._relatives = relatives
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
 
@@ -48,13 +60,61 @@ class ChunkRegistry:
         with self._lock:
             version = catalog.version()
             known = self._known.setdefault(namespace, _Known())
-            if known.version != version:
+            models = dict.fromkeys((*self._relatives(), self.fingerprint))
+            if known.version != version or not known.models.issuperset(models):
                 if known.version.removals != version.removals:
                     known.texts.keep_only(catalog.hashes(namespace))
-                for _, key, text in catalog.texts(self.fingerprint, namespace, after=known.version.last_seq):
-                    known.texts.add(text, key)
-                known.version = version
+                for model in models:  # its own last: their keys are the ones that count
+                    after = known.version.last_seq if model in known.models else 0
+                    for _, key, text in catalog.texts(model, namespace, after=after):
+                        if model == self.fingerprint or known.texts.key_of(text) is None:
+                            known.texts.add(text, key)
+                known.version, known.models = version, set(models)
             return known.texts
+
+    def own(self, record: ChunkRecord) -> ChunkRecord:
+        """The chunk of this model with a relative's text: behind the same chunks, and of the same sources."""
+        if record.fingerprint == self.fingerprint:
+            return record
+        catalog, namespace = self.store.catalog, record.namespace
+        key = content_hash(self.fingerprint, namespace, record.token_ids)
+        known = catalog.get(key)
+        if known is not None:
+            return known
+        behind = catalog.neighbour_tokens(record)
+        neighbours = tuple(content_hash(self.fingerprint, namespace, ids) for ids in behind)
+        copy = replace(record, content_hash=key, fingerprint=self.fingerprint, neighbours=neighbours)
+        catalog.restore(copy, behind)
+        for source in catalog.sources.of_chunk(record.content_hash):
+            before = catalog.sources.chunks_of(namespace, source, self.fingerprint)
+            catalog.sources.link(self.fingerprint, namespace, source, (*before, key))
+        return copy
+
+    def twins(self, content_hashes: Iterable[str]) -> list[str]:
+        """The same texts as chunks of other models, or of this one in another state, that belong to no source which
+        does not have these.
+        """
+        catalog, found = self.store.catalog, []
+        for record in catalog.get_many(content_hashes).values():
+            owners = set(catalog.sources.of_chunk(record.content_hash))
+            others = (key for key in self._in_all_models(record) if key != record.content_hash)
+            found += [key for key in others if owners.issuperset(catalog.sources.of_chunk(key))]
+        return found
+
+    def keys_of(self, text: str, namespace: str) -> list[str]:
+        """Keys of the chunks that a text is: here, in this model's other states, and in models without a source for it.
+
+        Raises:
+            ValueError: the text cannot be a chunk.
+        """
+        record = self.describe(text, namespace)
+        related = [content_hash(model, namespace, record.token_ids) for model in {*self._relatives(), self.fingerprint}]
+        known = self.store.catalog.known(related)
+        return [*known, *(key for key in self.twins(known) if key not in known)]
+
+    def _in_all_models(self, record: ChunkRecord) -> list[str]:
+        models = self.store.catalog.models_of(record.namespace)
+        return [content_hash(model, record.namespace, record.token_ids) for model in models]
 
     def describe(self, text: str, namespace: str) -> ChunkRecord:
         """The record a text would be registered with, without neighbours.

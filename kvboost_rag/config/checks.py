@@ -36,6 +36,20 @@ def lone_surrogate(text: str) -> int | None:
     return None
 
 
+def check_adapter(adapter: Any) -> str | tuple[str, ...] | None:
+    """A name, or several as a tuple.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if adapter is None or (isinstance(adapter, str) and adapter):
+        return adapter
+    names = tuple(adapter) if isinstance(adapter, (list, tuple)) else ("",)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"adapter={adapter!r}: expected a name, a list of names ([] for the base model) or None")
+    return names
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(choices)}")

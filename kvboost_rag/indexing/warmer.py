@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvboost_rag.chunks.donors import Donors
@@ -53,11 +53,20 @@ class Warmer:
         return warm(self.fetcher, records, progress, run=self.run)
 
     def forget(self, content_hashes: Sequence[str], namespace: str) -> Removed:
-        """Forget chunks: text, KV, vectors, exact blocks.
+        """Forget chunks: text, KV, vectors, exact blocks, also those made with other adapters or weights.
 
         Raises:
             StoreError: as `stores.maintenance.forget`.
         """
-        removed: Removed = self.run(lambda: self.fetcher.registry.forget(content_hashes))
-        self.similar.forget(content_hashes, namespace)
-        return removed
+        registry = self.fetcher.registry
+        texts = {record.token_ids for record in registry.store.catalog.get_many(content_hashes).values()}
+        keys = list(dict.fromkeys((*content_hashes, *registry.twins(content_hashes))))
+        removed: Removed = self.run(lambda: registry.forget(keys))
+        self.similar.forget(keys, namespace)
+        return replace(removed, num_chunks=len(texts))  # the same text in other states of the model is no other chunk
+
+    def evict(self, texts: Sequence[str], namespace: str) -> int:
+        """As `KVBoost.evict`."""
+        keys = [self.fetcher.registry.keys_of(text, namespace) for text in texts]
+        self.forget([key for found in keys for key in found], namespace)
+        return sum(bool(found) for found in keys)

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from kvboost_rag.models.bundled import LoadProgress, Progress, bundled_folder
+from kvboost_rag.models.digest import WeightDigests
+from kvboost_rag.models.digest_file import digests_of_files, files_identity
 from kvboost_rag.models.errors import ModelLoadError, reason
 from kvboost_rag.models.gguf import load_gguf_model, load_gguf_tokenizer
+from kvboost_rag.models.tensors import UnreadableWeights, named_tensors
+from kvboost_rag.models.unwrap import unwrap
 
-__all__ = ["LoadProgress", "LoadedModel", "ModelLoadError", "end_of_turn_id", "load_model", "load_tokenizer"]
+__all__ = [
+    "LoadProgress",
+    "LoadedModel",
+    "ModelLoadError",
+    "end_of_turn_id",
+    "load_model",
+    "load_tokenizer",
+    "with_digests",
+]
 
 
 @dataclass(frozen=True)
@@ -24,12 +37,16 @@ class LoadedModel:
 
     `eos_token_ids`: every id that ends an answer: those of the generation config, the model config and the
     tokenizer, and the token with which the chat template closes an assistant's turn. Ascending.
+    `identity`: of the files that the weights were read from, None for others.
+    `digests`: of the weights, where nobody could change them since (`with_digests`).
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
     eos_token_ids: tuple[int, ...] = ()
+    identity: str | None = field(default=None, repr=False, compare=False)
+    digests: WeightDigests | None = field(default=None, repr=False, compare=False)
 
 
 def load_model(
@@ -48,7 +65,8 @@ def load_model(
 
     Args:
         spec: hub id, local folder, path of a `.gguf` file, `bundled:smollm2`, `bundled:gemma3`, or a model object
-            (then `tokenizer` is required and the loading options must be unset; it is put into eval mode).
+            (then `tokenizer` is required and the loading options must be unset; it is taken out of what it is wrapped
+            in, see `models.unwrap`, and put into eval mode).
         tokenizer: tokenizer object, or where to load it from; default: where the model comes from.
         tokenizer_kwargs: handed to `from_pretrained` of the tokenizer, where it is loaded here.
         dtype: a torch dtype or its name; default: the checkpoint's own.
@@ -72,13 +90,31 @@ def load_model(
     name, report = os.fspath(spec), progress or (lambda _: None)
     source = _resolve(name, report)
     report(LoadProgress(f"loading {name}", 1, 1))
+    identity = _identity(name, source, options, hub or {})
     model = _load_weights(name, source, options, hub or {})
     loaded_tokenizer = _load_tokenizer(name, source, tokenizer, {**(hub or {}), **(tokenizer_kwargs or {})})
     eos_token_ids = _eos_token_ids(model, loaded_tokenizer)
     _complete_generation_config(model, loaded_tokenizer, eos_token_ids)
     model.requires_grad_(False)
     report(LoadProgress(f"loaded {name}", 2, 1))
-    return LoadedModel(model.eval(), loaded_tokenizer, name, eos_token_ids)
+    if identity != _identity(name, source, options, hub or {}):  # the files were changed meanwhile
+        identity = None
+    return LoadedModel(model.eval(), loaded_tokenizer, name, eos_token_ids, identity)
+
+
+def with_digests(loaded: LoadedModel) -> LoadedModel:
+    """A model just loaded, with the digests of its weights: read from the cache if the same files were loaded before.
+
+    To be called before anybody can change the weights.
+    """
+    if loaded.identity is None:
+        return loaded
+    digests = WeightDigests()
+    try:
+        digests_of_files(loaded.identity, list(named_tensors(loaded.model)), digests)
+    except UnreadableWeights:
+        return loaded
+    return replace(loaded, digests=digests)
 
 
 def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -148,6 +184,20 @@ def _load_weights(name: str, source: Path | None, options: dict[str, Any], hub: 
     return model
 
 
+def _identity(name: str, source: Path | None, options: dict[str, Any], hub: Mapping[str, Any]) -> str | None:
+    """What the weights are a function of, or None where the files are not to be found."""
+    if source is None:
+        where = {k: v for k, v in hub.items() if k in ("revision", "cache_dir", "subfolder")}
+        try:
+            found = cached_file(name, "config.json", local_files_only=True, **where)
+        except (OSError, ValueError):
+            found = None
+        if found is None:
+            return None
+        source = Path(found).parent
+    return files_identity(source, options | dict(hub))
+
+
 def _load_tokenizer(
     name: str, source: Path | None, tokenizer: str | PreTrainedTokenizerBase | None, kwargs: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
@@ -175,6 +225,7 @@ def _load_error(name: str, source: Path | None, error: Exception) -> ModelLoadEr
 def _held_by_caller(
     model: Any, tokenizer: Any, options: dict[str, Any], tokenizer_kwargs: Mapping[str, Any]
 ) -> LoadedModel:
+    model = unwrap(model)
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise ModelLoadError(f"expected a model name, path or transformers model, got {type(model).__name__}")
     if tokenizer is None:

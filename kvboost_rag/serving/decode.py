@@ -16,6 +16,7 @@ from kvboost_rag.chunks.served import ServedPrompt
 from kvboost_rag.config import ConfigError, GenerationParams
 from kvboost_rag.forward.row_forward import RowPass, row_forward, row_pass
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
+from kvboost_rag.models.unwrap import input_device
 from kvboost_rag.prompt.detokenize import Detokenizer, StopMatcher
 from kvboost_rag.prompt.tokens import PromptTokens
 
@@ -49,7 +50,7 @@ class Decoded:
 
 def prompt_tensor(model: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
     """Token ids `[prompt_len]` where the model expects them."""
-    return torch.tensor(ids, device=model.get_input_embeddings().weight.device)
+    return torch.tensor(ids, device=input_device(model))
 
 
 class Decoder:
@@ -83,7 +84,7 @@ class Decoder:
         if prompt.cache is not None:
             kwargs[cache_argument(self.model)] = prompt.cache
         ids = prompt_tensor(self.model, prompt.token_ids)
-        with self._final_pass(prompt, ids) as rows, _seeded(params.seed, self.model.device):
+        with self._final_pass(prompt, ids) as rows, _seeded(params.seed, input_device(self.model)):
             self.model.generate(
                 ids[None],
                 attention_mask=torch.ones_like(ids)[None],

@@ -14,10 +14,12 @@ class Faults:
     """What went wrong since the engine was made.
 
     Attributes:
+        num_requests: served, with and without.
         counts: requests that fell back to plain prefill, by the type of the fault.
     """
 
     def __init__(self) -> None:
+        self.num_requests = 0
         self.counts: Counter[str] = Counter()
 
     def note(self, error: Exception, config: ResolvedConfig) -> str:

@@ -42,7 +42,7 @@ class Server:
 
     Attributes:
         pipeline: the way from lookup to decoding; `PlainPrefill` for a model whose KV cannot be reused.
-        num_requests: served so far.
+        faults: of all states of the model.
     """
 
     model: PreTrainedModel
@@ -50,7 +50,6 @@ class Server:
     pipeline: PlainPrefill
     decoder: Decoder
     faults: Faults = field(default_factory=Faults)
-    num_requests: int = 0
     _notice: RewrittenNotice = field(default_factory=RewrittenNotice)
 
     @cached_property
@@ -65,7 +64,7 @@ class Server:
             Cancelled: nobody waits any more, and no token was computed yet.
         """
         clock = StageClock(request.started, self._gpus)
-        self.num_requests += 1
+        self.faults.num_requests += 1
         prompt = self._locate_or_fall_back(request)
         clock.lap("segment_ms")
         room = answer_room(self.model, len(prompt.token_ids), request.params)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvboost_rag.datamodels import StreamEvent
+from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from kvboost_rag.models.profile import ProfileNotice
 from kvboost_rag.serving.afterwards import Afterwards
 from kvboost_rag.serving.requests import Request
-from kvboost_rag.serving.server import Server
+from kvboost_rag.serving.variants import Variant, Variants
 from kvboost_rag.serving.worker import Stream, Worker
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Service:
         notice: what the model runs on, said when that begins to matter unless somebody showed it already.
     """
 
-    server: Server
+    variants: Variants
     worker: Worker
     afterwards: Afterwards
     notice: ProfileNotice
@@ -41,12 +41,18 @@ class Service:
 
     def logits(self, request: Request, continuation: Sequence[int]) -> torch.Tensor:
         """As `KVBoost.logits`."""
-        return self.worker.call(lambda: self.server.logits(request, continuation))
+        return self.worker.call(
+            lambda: self.variants.run(request.config.adapters, lambda v: v.server.logits(request, continuation))
+        )
 
     def _serve(self, request: Request, emit: Callable[[StreamEvent], None], cancelled: threading.Event) -> None:
         """One request, in the worker, and what others learn from it."""
         if request.config.reuse != "off" and (notice := self.notice.take()):
             logger.warning(notice)
-        result = self.server.serve(request, lambda text: emit(StreamEvent(text)), cancelled)
+
+        def serve(variant: Variant) -> GenerationResult:
+            return variant.server.serve(request, lambda text: emit(StreamEvent(text)), cancelled)
+
+        result = self.variants.run(request.config.adapters, serve)
         self.afterwards.note(request, result)
         emit(StreamEvent("", result))

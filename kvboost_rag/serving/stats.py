@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvboost_rag.observe.shadow import Shadow, ShadowStats
-from kvboost_rag.serving.server import Server
+from kvboost_rag.serving.faults import Faults
+from kvboost_rag.stores import Store
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,11 @@ class EngineStats:
     shadow: ShadowStats
 
     @classmethod
-    def of(cls, server: Server, shadow: Shadow) -> EngineStats:
+    def of(cls, faults: Faults, store: Store, shadow: Shadow) -> EngineStats:
         """As things stand; cheap."""
-        store = server.fetcher.store
         return cls(
-            requests=server.num_requests,
-            fallbacks=dict(server.faults.counts),
+            requests=faults.num_requests,
+            fallbacks=dict(faults.counts),
             store_lookups=store.stats.lookups,
             store_hits=store.stats.hits,
             store_misses=store.stats.misses,

@@ -206,6 +206,11 @@ class Catalog:
         found = self.database.read("SELECT DISTINCT fingerprint FROM chunks WHERE NOT removed ORDER BY fingerprint")
         return tuple(row[0] for row in found)
 
+    def models_of(self, namespace: str) -> tuple[str, ...]:
+        """Models whose chunks, removed ones included, a namespace has."""
+        found = self.database.read("SELECT DISTINCT fingerprint FROM chunks WHERE namespace = ?", (namespace,))
+        return tuple(row[0] for row in found)
+
     def hashes(self, namespace: str | None = None, created_before: float | None = None) -> list[str]:
         """Content hashes of all chunks, or of one namespace's, or of those remembered before a time (epoch seconds)."""
         scope = "AND namespace = ? " if namespace is not None else ""

@@ -1,0 +1,109 @@
+"""Makes the parts of an engine that belong to one state of its model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvboost_rag.chunks.donors import Donors
+from kvboost_rag.chunks.fetcher import ChunkFetcher
+from kvboost_rag.chunks.identity import ChunkIdentity
+from kvboost_rag.chunks.prefix_cache import PrefixCache
+from kvboost_rag.chunks.registry import ChunkRegistry
+from kvboost_rag.config import EncodingConfig, ReuseConfig
+from kvboost_rag.encode.encoder import Encoder
+from kvboost_rag.forward.probe import ProbeReport, forget_probe, probe
+from kvboost_rag.indexing.index import DocumentIndex
+from kvboost_rag.indexing.similar_chunks import SimilarChunks
+from kvboost_rag.indexing.warmer import Warmer
+from kvboost_rag.models.adapters import AdapterNames
+from kvboost_rag.models.load import LoadedModel
+from kvboost_rag.models.watch import ModelState, ModelWatch
+from kvboost_rag.observe.recorder import Recorder
+from kvboost_rag.prompt.tokens import PromptTokens
+from kvboost_rag.serving.decode import Decoder
+from kvboost_rag.serving.faults import Faults
+from kvboost_rag.serving.limits import reuse_limit
+from kvboost_rag.serving.pipeline import Pipeline, PlainPrefill
+from kvboost_rag.serving.server import Server
+from kvboost_rag.serving.variants import Variant, Variants
+from kvboost_rag.serving.worker import Worker
+from kvboost_rag.stores import Store
+from kvboost_rag.stores.catalog.arrays_file import ArraysFile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class VariantMaker:
+    """What all states of a model share, and how the rest is made of it."""
+
+    loaded: LoadedModel
+    config: ReuseConfig
+    encoding: EncodingConfig
+    tokens: PromptTokens
+    store: Store
+    arrays: ArraysFile
+    metrics: Recorder
+    worker: Worker
+    decoder: Decoder
+    faults: Faults
+    _variants: Variants | None = field(default=None, init=False)
+    _probed: int = field(default=0, init=False)
+
+    def variants(self, watch: ModelWatch) -> Variants:
+        """The states that `watch` sees, each with its parts."""
+        self._variants = Variants(watch, self._make)
+        return self._variants
+
+    def _make(self, state: ModelState, adapters: AdapterNames) -> Variant:
+        loaded, encoding, config = self.loaded, self.encoding, self.config
+        report = self._probe(state)
+        identity = ChunkIdentity.of(state.fingerprint, self.tokens, encoding, reuse_limit(loaded.model, report))
+        registry = ChunkRegistry(self.store, self.tokens, identity, self._fingerprints)
+        encoder = Encoder(loaded.model, report.layout) if report.layout is not None else None
+        fetcher = ChunkFetcher(registry, encoder, self.metrics)
+        similar = SimilarChunks(registry, self.arrays, encoding.embedder)
+        donors = Donors(fetcher, self.arrays, encoding.donor_rules)
+        run = partial(self._run_as, state.fingerprint, adapters)
+        warmer = Warmer(fetcher, similar, donors, encoding, lambda: config.resolve().donors, run)
+        pipeline = self._pipeline(report, donors)
+        return Variant(
+            state=state,
+            adapters=adapters,
+            probe=report,
+            registry=registry,
+            fetcher=fetcher,
+            similar=similar,
+            donors=donors,
+            warmer=warmer,
+            index=DocumentIndex(registry, warmer, config.namespace),
+            server=Server(loaded.model, fetcher, pipeline, self.decoder, self.faults),
+        )
+
+    def _fingerprints(self) -> tuple[str, ...]:
+        return self._variants.fingerprints() if self._variants is not None else ()
+
+    def _run_as(self, fingerprint: str, adapters: AdapterNames, job: Any) -> Any:
+        """A job of one state in the worker, between requests."""
+        variants = self._variants
+        assert variants is not None
+        return self.worker.call(lambda: variants.run_as(fingerprint, adapters, job))
+
+    def _probe(self, state: ModelState) -> ProbeReport:
+        if state.reason is not None:
+            return ProbeReport(False, state.reason)
+        if state.weights != self._probed:
+            forget_probe(self.loaded.model)
+            self._probed = state.weights
+        return probe(self.loaded.model)
+
+    def _pipeline(self, report: ProbeReport, donors: Donors) -> PlainPrefill:
+        if not report.reusable:
+            logger.warning("%s is served by plain prefill: %s", self.loaded.name, report.reason)
+            return PlainPrefill()
+        registry = donors.registry
+        prefixes = PrefixCache(self.store, self.loaded.model, registry.fingerprint, self.encoding.block_tokens)
+        return Pipeline(self.loaded.model, report, donors, prefixes)
