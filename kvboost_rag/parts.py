@@ -35,7 +35,6 @@ from kvboost_rag.serving.variant_maker import VariantMaker
 from kvboost_rag.serving.variants import Variant, Variants
 from kvboost_rag.serving.worker import Worker
 from kvboost_rag.stores import Store, open_store
-from kvboost_rag.stores.catalog.arrays_file import ArraysFile
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,6 @@ class Parts:
     encoding: EncodingConfig
     tokens: PromptTokens
     store: Store
-    arrays: ArraysFile
     metrics: Recorder
     faults: Faults
     worker: Worker
@@ -83,7 +81,6 @@ class Parts:
         self.shadow.close()
         self.later.close()
         if self.worker.close():
-            self.arrays.close()
             self.store.close()
 
 
@@ -149,15 +146,14 @@ def build(loaded: LoadedModel, settings: Settings) -> Parts:
     requests = RequestMaker(config, calibrated, shadow)
     store = open_store(settings.store, device=str(input_device(loaded.model)))
     metrics.watch(store)
-    arrays = ArraysFile(store.catalog.database.path)
     decoder, faults = Decoder(loaded.model, tokens, loaded.eos_token_ids), Faults()
     later = IdleJobs(f"kvboost-later-{loaded.name}", lambda: worker.is_idle)
-    maker = VariantMaker(loaded, config, encoding, tokens, store, arrays, metrics, worker, decoder, faults)
+    maker = VariantMaker(loaded, config, encoding, tokens, store, metrics, worker, decoder, faults)
     variants = maker.variants(watch)
     wanted = settings.profile == "auto" and variants.resting.probe.reusable
     notice = ProfileNotice(profile, fingerprint, loaded.name, wanted)
     service = Service(variants, worker, Afterwards(variants, worker, metrics, shadow, later), notice)
-    chosen, kept = (profile, config, encoding, tokens), (store, arrays, metrics, faults)
+    chosen, kept = (profile, config, encoding, tokens), (store, metrics, faults)
     return Parts(*chosen, *kept, worker, shadow, later, requests, variants, service)
 
 

@@ -316,7 +316,7 @@ def test_a_catalog_that_another_program_holds_costs_a_request_little(
     assert known.reuse == "blend"
     unknown = engine.generate(prompt(DOCUMENTS), documents=DOCUMENTS, params=EIGHT)
     assert unknown.token_ids == plain.token_ids
-    assert engine.stats().fallbacks == {"OperationalError": 1}
+    assert engine.stats().fallbacks == {"StoreBusyError": 1}
     other.execute("ROLLBACK")
     assert engine.generate(prompt(DOCUMENTS), documents=DOCUMENTS, params=EIGHT, strict=True).reuse == "blend"
 

@@ -16,7 +16,6 @@ from kvboost_rag.encode.donor import encode_from_donor
 from kvboost_rag.encode.similarity import DonorIndex, DonorPlan, DonorRules
 from kvboost_rag.kv import quantization
 from kvboost_rag.kv.assemble import PlacedChunk
-from kvboost_rag.stores.catalog.arrays_file import ArraysFile
 from kvboost_rag.stores.catalog.catalog import CatalogVersion
 
 logger = logging.getLogger(__name__)
@@ -43,10 +42,9 @@ class Donors:
     - Methods may be called from any thread; `make` runs the model.
     """
 
-    def __init__(self, fetcher: ChunkFetcher, arrays: ArraysFile, rules: DonorRules | None = None) -> None:
+    def __init__(self, fetcher: ChunkFetcher, rules: DonorRules | None = None) -> None:
         self.fetcher, self.registry = fetcher, fetcher.registry
         self.rules = rules or DonorRules()
-        self._arrays = arrays
         self._by_namespace: dict[str, _Signed] = {}
         self._lock = threading.RLock()
         self._unavailable = False
@@ -111,7 +109,8 @@ class Donors:
     def _signed(self, namespace: str) -> _Signed | None:
         """What is known of a namespace's chunks; None if donors cannot be looked for, which is said once."""
         if namespace not in self._by_namespace and not self._unavailable:
-            table = self._arrays.table(self.rules.signature_kind, self.registry.fingerprint, namespace, np.uint32)
+            arrays = self.registry.store.catalog.arrays
+            table = arrays(self.rules.signature_kind, self.registry.fingerprint, namespace, np.uint32)
             try:
                 self._by_namespace[namespace] = _Signed(DonorIndex(self.rules, table), CatalogVersion(0, -1))
             except ImportError as error:

@@ -54,6 +54,18 @@ class ChunkFetcher:
             return None
         return FetchedChunk(record, entry, HitKind.APPROXIMATE)
 
+    def holds(self, record: ChunkRecord) -> bool:
+        """Whether the store says that it holds what `load` would give; nothing is read."""
+        key, check = record.content_hash, self.registry.check(record)[1]
+        info = self.store.info(key) if key in self.store else None
+        return (
+            info is not None
+            and (info.namespace, info.fingerprint, info.context_hash)
+            == (check.namespace, check.fingerprint, check.context_hash)
+            and info.meta.get("setting") == self.identity.quantization
+            and (not self.identity.sensitivity or SENSITIVITY in info.meta)
+        )
+
     def choose(self, record: ChunkRecord, always_load: bool = False) -> DiskChoice | None:
         """What to do about a chunk on disk, by what both ways have cost so far; None for one in memory or not held.
 
@@ -164,6 +176,7 @@ class ChunkFetcher:
         tensors, meta = quantization.encode(kv, self.identity.quantization)
         if self.identity.sensitivity:
             tensors[SENSITIVITY] = self._sensitivity(record, kv)
+            meta = meta | {SENSITIVITY: "float16"}
         self.metrics.record_encoded(meta)
         return entry_of(record, check, tensors, meta | {"setting": self.identity.quantization, "encoder": signature})
 

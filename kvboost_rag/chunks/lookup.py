@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ def document_texts(documents: Sequence[Any] | None) -> list[str]:
     return texts
 
 
-STORE_FAULTS = (OSError, sqlite3.Error, StoreError)
+STORE_FAULTS = (OSError, StoreError)
 """What a catalog raises when it cannot be read; everything else that `locate` raises is about the prompt."""
 
 

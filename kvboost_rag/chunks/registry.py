@@ -182,10 +182,10 @@ class ChunkRegistry:
         check = EntryCheck(record.namespace, record.fingerprint, record.token_ids, context_hash(job.context_ids))
         return job, check
 
-    def forget(self, content_hashes: Sequence[str]) -> maintenance.Removed:
-        """Drop chunks and all that was computed from them (`maintenance.forget`)."""
+    def forget(self, content_hashes: Sequence[str], sources: Sequence[tuple[str, str]] = ()) -> maintenance.Removed:
+        """Drop chunks and all that was computed from them, and `(namespace, source_id)` (`maintenance.forget`)."""
         catalog, before = self.store.catalog, self.store.catalog.version().removals
-        removed = maintenance.forget(self.store, content_hashes)
+        removed = maintenance.forget(self.store, content_hashes, sources)
         after = catalog.version().removals
         with self._lock:
             for known in self._known.values():

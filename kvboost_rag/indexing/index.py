@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from kvboost_rag.chunks.lookup import document_texts
@@ -16,7 +15,7 @@ from kvboost_rag.indexing.source_texts import SourceTexts
 from kvboost_rag.indexing.warm import WarmProgress, register_documents
 from kvboost_rag.indexing.warmer import Warmer
 from kvboost_rag.prompt.segments import canonical_text
-from kvboost_rag.stores.maintenance import delete_sources
+from kvboost_rag.stores.maintenance import Removed, delete_sources
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ class DocumentIndex:
     - A source has exactly the chunks it was last given, in order. A chunk that several sources have is encoded once
       and kept until the last of them lets go of it; one that was warmed without a source belongs to the sources that
       come to have it.
-    - A call that was interrupted leaves no chunk without a source, and calling again does the rest. Until the old
+    - A call that was interrupted leaves no chunk without a source, and calling again does the rest. Deleting is one
+      transaction; what has to follow it is done by whoever opens the store next, if it was interrupted. Until the old
       chunks are forgotten a source holds old and new ones; new ones that are not encoded yet are known like all others.
     - What is forgotten leaves every tier: KV, text, embedding, exact blocks, and KV that was computed behind it.
     - Methods may be called from any thread; two calls for one source at the same time leave the chunks of one of them.
@@ -166,7 +166,10 @@ class DocumentIndex:
             StoreError: as `stores.maintenance.forget`; call again.
         """
         namespace = self._namespace(namespace)
-        forget = partial(self._warmer.forget, namespace=namespace)
+
+        def forget(keys: Sequence[str], sources: Sequence[tuple[str, str]]) -> Removed:
+            return self._warmer.forget(keys, namespace, sources)
+
         return delete_sources(self._registry.store, namespace, source_ids, forget).num_chunks
 
     def preview(self, source_id: str, texts: Sequence[Any], *, namespace: str | None = None) -> SourceChange:

@@ -18,8 +18,8 @@ from kvboost_rag.indexing.neighbour_groups import group_chunks, group_neighbours
 from kvboost_rag.indexing.neighbours import NeighbourRules, Neighbours, RewarmPlan, choose_neighbours, plan_rewarm
 from kvboost_rag.indexing.vector_index import VectorIndex
 from kvboost_rag.models.errors import ModelLoadError
-from kvboost_rag.stores.catalog.arrays_file import ArraysFile
 from kvboost_rag.stores.catalog.chunk_arrays import ChunkArrays
+from kvboost_rag.stores.maintenance import set_contexts
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +47,16 @@ class SimilarChunks:
 
     Contract: a chunk's context is chosen once. It is kept if it names neighbours already, if its KV is stored, or if
     it was chosen here before (also when nothing similar was known then); only `replan` with `NeighbourRules` gives
-    another one. Vectors lie in `arrays.sqlite` beside the store's catalog (in memory for a store in memory), per
-    embedding model, language model and namespace, and go when the chunk goes. Methods may be called from any thread.
+    another one. Vectors lie in the store's catalog, per embedding model, language model and namespace, and go when the
+    chunk goes. Methods may be called from any thread.
 
     Args:
         registry: whose chunks are compared.
-        arrays: where vectors are kept.
         embedder: what `embeddings.load_embedder` takes; None: all-MiniLM-L6-v2, loaded at first use.
     """
 
-    def __init__(self, registry: ChunkRegistry, arrays: ArraysFile, embedder: Any = None) -> None:
+    def __init__(self, registry: ChunkRegistry, embedder: Any = None) -> None:
         self.registry = registry
-        self.arrays = arrays
         self._embedder = embedder
         self._embed: Embedder | None = None
         self._spaces: dict[tuple[str, str], _Space] = {}
@@ -131,12 +129,9 @@ class SimilarChunks:
         return list(found.values())
 
     def forget(self, content_hashes: Iterable[str], namespace: str) -> None:
-        """Drop the vectors of chunks, from memory and disk; an embedding tells much of its text."""
+        """Drop the vectors of chunks from memory; from the catalog they went with the chunks."""
         keys = list(content_hashes)
-        if not keys:
-            return
         with self._lock:
-            self.arrays.forget(keys)
             for (name, _), space in self._spaces.items():
                 if name == namespace:
                     space.index.remove(keys)
@@ -182,9 +177,7 @@ class SimilarChunks:
             space.index.add(list(held), np.stack(list(held.values())).astype(np.float32))
         if space.removals != version.removals:
             live = set(catalog.hashes(namespace))
-            gone = [key for key in space.arrays.keys() if key not in live]  # noqa: SIM118 - a table, not a dict
-            space.arrays.delete(gone)
-            space.index.remove(gone)
+            space.index.remove([key for key in space.index if key not in live])
         space.last_seq, space.removals = version.last_seq, version.removals
         return space
 
@@ -228,13 +221,14 @@ class SimilarChunks:
         lengths: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Contexts into the catalog, as far as they fit into the model's context; then note that they are settled."""
-        catalog = self.registry.store.catalog
+        catalog, changed = self.registry.store.catalog, []
         for key, record in records.items():
             group = catalog.get_many(chosen[key])
             wanted = self.registry.with_neighbours(record, [group[k] for k in chosen[key] if k in group])
             wanted = replace(wanted, forward_tokens=lengths.get(key, 0))
             if wanted != record:
-                catalog.replace(wanted)
+                changed.append(wanted)
+        set_contexts(self.registry.store, changed)
         self._arrays(_ASSIGNED, namespace, np.int8).put({key: np.zeros(0, np.int8) for key in records})
 
     def _records(self, namespace: str) -> list[ChunkRecord]:
@@ -246,7 +240,7 @@ class SimilarChunks:
         return _TokenCounts(self.registry)
 
     def _arrays(self, kind: str, namespace: str, dtype: Any) -> ChunkArrays:
-        return self.arrays.table(kind, self.registry.fingerprint, namespace, dtype)
+        return self.registry.store.catalog.arrays(kind, self.registry.fingerprint, namespace, dtype)
 
     def _load_embedder(self) -> Embedder:
         if self._embed is not None:

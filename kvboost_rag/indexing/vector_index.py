@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,11 @@ class VectorIndex:
 
     def __contains__(self, key: object) -> bool:
         return key in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        """Keys held now."""
+        with self._lock:
+            return iter(list(self._rows))
 
     def add(self, keys: Sequence[str], vectors: Vectors) -> None:
         """Hold `vectors` `[num_keys, dim]` (of length one) under `keys`, in place of older ones.

@@ -13,6 +13,7 @@ from kvboost_rag.chunks.fetcher import ChunkFetcher
 from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.datamodels import ChunkRecord, WarmReport
 from kvboost_rag.prompt.segments import canonical_text
+from kvboost_rag.stores.maintenance import set_contexts
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +105,9 @@ def register_documents(
     catalog = registry.store.catalog
     catalog.add_many([*described, *(n for group in behind for n in group)])
     known = catalog.get_many(r.content_hash for r in described)
-    for record, group in {r.content_hash: (r, g) for r, g in zip(described, behind, strict=True)}.values():
-        wanted = registry.with_neighbours(record, group)
-        if wanted.neighbours != known[record.content_hash].neighbours:
-            catalog.replace(wanted)  # with a forward of its own length
+    groups = {r.content_hash: (r, g) for r, g in zip(described, behind, strict=True)}.values()
+    wanted = [registry.with_neighbours(record, group) for record, group in groups]  # with forwards of their own length
+    set_contexts(registry.store, [r for r in wanted if r.neighbours != known[r.content_hash].neighbours])
     found = catalog.get_many(r.content_hash for r in described)
     return [found[r.content_hash] for r in described]
 
@@ -204,7 +204,7 @@ def forwards(records: Sequence[ChunkRecord], batch_size: int = 1) -> list[list[C
 
 
 def _warm_batch(fetcher: ChunkFetcher, batch: Sequence[ChunkRecord], tally: _Tally) -> None:
-    missing = [r for r in batch if r.content_hash not in fetcher.store or fetcher.load(r) is None]
+    missing = [r for r in batch if not fetcher.holds(r)]
     tally.stored += len(batch) - len(missing)
     for fetched in fetcher.encode_many(missing):
         tally.encoded += fetched.kept

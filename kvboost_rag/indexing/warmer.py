@@ -52,8 +52,11 @@ class Warmer:
         # Chunk by chunk, so that requests are served in between.
         return warm(self.fetcher, records, progress, run=self.run)
 
-    def forget(self, content_hashes: Sequence[str], namespace: str) -> Removed:
+    def forget(self, content_hashes: Sequence[str], namespace: str, sources: Sequence[tuple[str, str]] = ()) -> Removed:
         """Forget chunks: text, KV, vectors, exact blocks, also those made with other adapters or weights.
+
+        Args:
+            sources: `(namespace, source_id)` to be forgotten in the same transaction.
 
         Raises:
             StoreError: as `stores.maintenance.forget`.
@@ -61,7 +64,7 @@ class Warmer:
         registry = self.fetcher.registry
         texts = {record.token_ids for record in registry.store.catalog.get_many(content_hashes).values()}
         keys = list(dict.fromkeys((*content_hashes, *registry.twins(content_hashes))))
-        removed: Removed = self.run(lambda: registry.forget(keys))
+        removed: Removed = self.run(lambda: registry.forget(keys, sources))
         self.similar.forget(keys, namespace)
         return replace(removed, num_chunks=len(texts))  # the same text in other states of the model is no other chunk
 

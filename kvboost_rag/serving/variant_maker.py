@@ -31,7 +31,6 @@ from kvboost_rag.serving.server import Server
 from kvboost_rag.serving.variants import Variant, Variants
 from kvboost_rag.serving.worker import Worker
 from kvboost_rag.stores import Store
-from kvboost_rag.stores.catalog.arrays_file import ArraysFile
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ class VariantMaker:
     encoding: EncodingConfig
     tokens: PromptTokens
     store: Store
-    arrays: ArraysFile
     metrics: Recorder
     worker: Worker
     decoder: Decoder
@@ -65,8 +63,8 @@ class VariantMaker:
         registry = ChunkRegistry(self.store, self.tokens, identity, self._fingerprints)
         encoder = Encoder(loaded.model, report.layout) if report.layout is not None else None
         fetcher = ChunkFetcher(registry, encoder, self.metrics)
-        similar = SimilarChunks(registry, self.arrays, encoding.embedder)
-        donors = Donors(fetcher, self.arrays, encoding.donor_rules)
+        similar = SimilarChunks(registry, encoding.embedder)
+        donors = Donors(fetcher, encoding.donor_rules)
         run = partial(self._run_as, state.fingerprint, adapters)
         warmer = Warmer(fetcher, similar, donors, encoding, lambda: config.resolve().donors, run)
         pipeline = self._pipeline(report, donors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -48,6 +49,7 @@ class EntryInfo:
     created: float
     last_used: float
     meta: Mapping[str, str] = field(default_factory=dict)
+    context_hash: str = ""
 
 
 class Store(ABC):
@@ -71,6 +73,12 @@ class Store(ABC):
         self._catalog = catalog if catalog is not None else Catalog(":memory:")
         self._pins: Counter[str] = Counter()
         self._warned: set[tuple[str, str]] = set()
+        self._pid = os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child's copy: files, threads and use counts are the parent's."""
+        return self._pid != os.getpid()
 
     @property
     def catalog(self) -> Catalog:
@@ -182,8 +190,17 @@ class Store(ABC):
     def flush(self) -> None:  # noqa: B027 - nothing to wait for in memory
         """Return when everything put so far is durable (disk) or at once (memory)."""
 
+    def wipe(self) -> bool:
+        """After deletions: overwrite what of it is left in files of ours (logs, damaged copies); whether all of it."""
+        return self._catalog.database.wipe_log()
+
+    def free_room(self, keys: Iterable[str]) -> None:  # noqa: B027 - nothing to free in memory
+        """On a full disk: make room for the catalog to note a deletion, by dropping the payloads that are to go."""
+
     def close(self) -> None:
-        """Flush and release files and threads. The store cannot be used afterwards."""
+        """Flush and release files and threads. The store cannot be used afterwards. In a forked child: does nothing."""
+        if self.is_inherited:
+            return
         self.flush()
         self._catalog.close()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 
+from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.stores.base import Store
+from kvboost_rag.stores.catalog.database import StoreFullError
 
 
 @dataclass(frozen=True)
@@ -24,35 +26,34 @@ class Removed:
     num_entries: int = 0
 
 
-def forget(store: Store, content_hashes: Iterable[str]) -> Removed:
+def forget(store: Store, content_hashes: Iterable[str], sources: Iterable[tuple[str, str]] = ()) -> Removed:
     """Forget chunks: their text, their KV, and everything that was computed from them.
 
-    Chunks encoded behind a forgotten one lose their KV and get an encoding context without it. Exact blocks of the
+    Chunks encoded after a forgotten one lose their KV and get an encoding context without it. Exact blocks of the
     same namespace are removed too: any of them may hold the chunk's tokens, and what is missing is computed again.
     Nothing of the chunk is left in any tier of this process; other processes that share the folder serve from their
     memory tiers until they evict.
 
+    The catalog forgets in one transaction, which also says what has to be deleted; if this is interrupted, opening the
+    store again, `verify.gc` or any other deletion finishes it.
+
+    Args:
+        sources: `(namespace, source_id)` to be forgotten in the same transaction.
+
     Raises:
-        StoreError: a file cannot be removed, or the catalog cannot be written to. What is done stays done; call again.
+        StoreError: a file cannot be removed, or the catalog cannot be written to.
     """
     catalog = store.catalog
-    wanted = list(dict.fromkeys(content_hashes))
+    wanted, sources = list(dict.fromkeys(content_hashes)), list(sources)
     known = catalog.get_many(wanted)
-    gone = set(wanted)
-    dependents: set[str] = set()
-    num_entries = sum(store.delete(key) for key in wanted)
-    for key in wanted:
-        dependents.update(catalog.delete(key))
-    dependents -= gone
-    for record in catalog.get_many(dependents).values():
-        left = tuple(n for n in record.neighbours if n not in gone)
-        catalog.replace(replace(record, neighbours=left, forward_tokens=0))
-        num_entries += store.delete(record.content_hash)
-    for namespace in {record.namespace for record in known.values()}:
-        num_entries += _delete_unknown(store, namespace)
-    if known:
-        catalog.database.wipe_log()
-    return Removed(len(known), len(dependents), num_entries)
+    blocks = _unknown(store, {record.namespace for record in known.values()})
+    entries = [*blocks, *(key for key in wanted if key in store)]
+
+    def note() -> tuple[str, ...]:
+        return catalog.forget(wanted, sources, entries)
+
+    dependents = _with_room(store, [*wanted, *blocks], note)
+    return Removed(len(known), len(dependents), finish_erasures(store))
 
 
 def delete_source(store: Store, namespace: str, source_id: str) -> Removed:
@@ -64,43 +65,83 @@ def delete_source(store: Store, namespace: str, source_id: str) -> Removed:
     """
     if (namespace, source_id) not in store.catalog.sources.all(namespace):
         raise KeyError(source_id)
-    return delete_sources(store, namespace, [source_id], lambda keys: forget(store, keys))
+    return delete_sources(store, namespace, [source_id], lambda keys, sources: forget(store, keys, sources))
 
 
 def delete_sources(
-    store: Store, namespace: str, source_ids: Iterable[str], forget_chunks: Callable[[Sequence[str]], Removed]
+    store: Store,
+    namespace: str,
+    source_ids: Iterable[str],
+    forget_chunks: Callable[[Sequence[str], Sequence[tuple[str, str]]], Removed],
 ) -> Removed:
     """Forget those of the sources that are known, for every model, and the chunks that no other source has.
 
     Args:
-        forget_chunks: `forget`, and whatever else has to happen with it.
+        forget_chunks: `forget` of chunks and sources, and whatever else has to happen with it.
+
+    Raises:
+        StoreError: as `forget`.
+    """
+    links = store.catalog.sources
+    known = {source for _, source in links.all(namespace)}
+    chunks = {name: links.chunks_of(namespace, name) for name in dict.fromkeys(source_ids) if name in known}
+    if not chunks:
+        return Removed()
+    return forget_chunks(links.only_of(chunks), [(namespace, name) for name in chunks])
+
+
+def delete_namespace(store: Store, namespace: str) -> Removed:
+    """Remove everything of a namespace: KV in every tier, text, vectors, sources.
+
+    Raises:
+        StoreError: as `forget`.
+    """
+    return _delete_namespaces(store, [namespace])
+
+
+def evict_all(store: Store) -> Removed:
+    """Remove all KV and forget all chunks and sources of all namespaces.
 
     Raises:
         StoreError: as `forget`.
     """
     catalog = store.catalog
-    sources = [name for name in dict.fromkeys(source_ids) if (namespace, name) in catalog.sources.all(namespace)]
-    if not sources:
-        return Removed()
-    # The chunks first: if this stops in the middle, the sources are still there and can be deleted again.
-    removed = forget_chunks(
-        catalog.sources.only_of({name: catalog.sources.chunks_of(namespace, name) for name in sources})
-    )
-    for name in sources:
-        catalog.sources.unlink(namespace, name)
-    catalog.database.wipe_log()
-    return removed
+    held = {info.namespace for info in store.entries()}
+    return _delete_namespaces(store, sorted({*catalog.namespaces(), *held}))
 
 
-def delete_namespace(store: Store, namespace: str) -> Removed:
-    """Remove everything of a namespace: KV in every tier, text, sources.
+def set_contexts(store: Store, records: Iterable[ChunkRecord]) -> None:
+    """Give known chunks other encoding contexts, in one transaction; KV stored with the old ones is removed.
 
     Raises:
+        KeyError, ValueError: as `Catalog.replace`.
         StoreError: as `forget`.
     """
-    num_entries = sum(store.delete(info.key) for info in list(store.entries()) if info.namespace == namespace)
-    num_chunks = len(store.catalog.delete_namespace(namespace))
-    return Removed(num_chunks, 0, num_entries)
+    changed = list(records)
+    stale = [record.content_hash for record in changed if record.content_hash in store]
+    store.catalog.replace(*changed, stale=stale)
+    if stale:
+        finish_erasures(store)
+
+
+def finish_erasures(store: Store) -> int:
+    """Delete what the catalog has forgotten, here or in a process that was stopped in the middle of it.
+
+    Returns:
+        How many entries were removed.
+
+    Raises:
+        StoreError: a file cannot be removed. It stays noted.
+    """
+    pending = store.catalog.erasures.pending()
+    if not pending:
+        return 0
+    num_entries = sum(store.delete(key) for key in pending)
+    # A log that another process keeps from being emptied is emptied with the next deletion.
+    if store.wipe():
+        store.catalog.erasures.finish(pending)
+        store.wipe()  # of the keys
+    return num_entries
 
 
 def evict_unused(store: Store, seconds: float, now: float | None = None) -> Removed:
@@ -112,25 +153,30 @@ def evict_unused(store: Store, seconds: float, now: float | None = None) -> Remo
     """
     if seconds < 0:
         raise ValueError(f"seconds={seconds!r}: expected 0 or more")
-    limit = (time.time() if now is None else now) - seconds
-    old = [info.key for info in store.entries() if info.last_used <= limit]
+    now = time.time() if now is None else now
+    # A last use that lies ahead is from a clock that was wrong then: it counts as just now.
+    old = [info.key for info in store.entries() if now - min(info.last_used, now) >= seconds]
     return Removed(num_entries=sum(store.delete(key) for key in old))
 
 
-def evict_all(store: Store) -> Removed:
-    """Remove all KV and forget all chunks and sources of all namespaces.
-
-    Raises:
-        StoreError: as `forget`.
-    """
-    num_entries = sum(store.delete(info.key) for info in list(store.entries()))
-    namespaces = {*store.catalog.namespaces(), *(namespace for namespace, _ in store.catalog.sources.all())}
-    num_chunks = sum(len(store.catalog.delete_namespace(namespace)) for namespace in namespaces)
-    return Removed(num_chunks, 0, num_entries)
+def _delete_namespaces(store: Store, namespaces: Sequence[str]) -> Removed:
+    gone = set(namespaces)
+    entries = [info.key for info in store.entries() if info.namespace in gone]
+    chunks = _with_room(store, entries, lambda: store.catalog.forget_namespaces(namespaces, entries))
+    return Removed(len(chunks), 0, finish_erasures(store))
 
 
-def _delete_unknown(store: Store, namespace: str) -> int:
-    """Delete the namespace's entries that are no known chunks: exact blocks, and KV left over from a crash."""
-    held = [info.key for info in store.entries() if info.namespace == namespace]
+def _with_room(store: Store, keys: Iterable[str], note: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+    """Note a deletion in the catalog; on a full disk, drop what is to go before, which makes room for the note."""
+    try:
+        return note()
+    except StoreFullError:
+        store.free_room(keys)
+        return note()
+
+
+def _unknown(store: Store, namespaces: Container[str]) -> list[str]:
+    """Entries that are no known chunks: exact blocks, and KV left over from a crash."""
+    held = [info.key for info in store.entries() if info.namespace in namespaces]
     known = store.catalog.known(held)
-    return sum(store.delete(key) for key in held if key not in known)
+    return [key for key in held if key not in known]

@@ -177,6 +177,7 @@ def _info_of(entry: StoreEntry, use: EntryUse) -> EntryInfo:
         use.added,
         use.last_used,
         entry.meta,
+        entry.context_hash,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -26,17 +25,6 @@ def own(
     if pin_memory:
         tensors = {n: t if t.is_pinned() else t.pin_memory() for n, t in tensors.items()}
     return replace(entry, tensors=tensors)
-
-
-def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors, with a copy wherever two share memory (a file format without aliases needs that)."""
-    seen: set[int] = set()
-    result: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        pointer = tensor.data_ptr()
-        result[name] = tensor.clone() if pointer in seen and tensor.numel() else tensor
-        seen.add(pointer)
-    return result
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ class TieredStore(Store):
     def put(self, entry: StoreEntry) -> bool:
         with self._lock:
             self.stats.puts += 1
-        if not self._write_back:
+        if not self._write_back or self.is_inherited:
             return any([self._home.put(entry), self._fast.put(entry)])
         self._fast.pin(entry.key)
         if not self._fast.put(entry):
@@ -151,13 +151,23 @@ class TieredStore(Store):
         for tier in self.tiers:
             tier.unpin(key)
 
+    def wipe(self) -> bool:
+        return self._home.wipe()
+
+    def free_room(self, keys: Iterable[str]) -> None:
+        self._home.free_room(keys)
+
     def flush(self) -> None:
+        if self.is_inherited:  # the thread that writes stayed in the parent
+            return
         with self._written:
             self._written.wait_for(lambda: not self._pending and self._writing is None)
         for tier in self.tiers:
             tier.flush()
 
     def close(self) -> None:
+        if self.is_inherited:
+            return
         self.flush()
         self._writer.shutdown()
         self._readers.shutdown()

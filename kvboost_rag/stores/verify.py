@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvboost_rag.kv.keys import content_hash
+from kvboost_rag.datamodels import ChunkRecord
+from kvboost_rag.kv.keys import content_hash, context_hash
 from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.disk.chunk_file import USELESS, ChunkFileError
 from kvboost_rag.stores.disk.store import DiskStore
-from kvboost_rag.stores.maintenance import forget
+from kvboost_rag.stores.maintenance import finish_erasures, forget, set_contexts
 from kvboost_rag.stores.tiered import TieredStore
 
 Progress = Callable[[int, int], None]
@@ -84,8 +85,10 @@ def verify(store: Store, progress: Progress | None = None) -> VerifyReport:
 def gc(store: Store, progress: Progress | None = None) -> Collected:
     """Mend what `verify` finds, and clear up after processes that died.
 
-    Damaged files, chunk KV that the catalog does not know, and records that are damaged or whose encoding context is
-    lost are removed; files without a row are entered; rows without a file are dropped; the account is summed anew.
+    Damaged files, chunk KV that the catalog does not know or knows with another context, and records that are damaged
+    or whose encoding context is lost are removed; chunks after one that is not known any more are given a context
+    without it; deletions are finished, orphan vectors and damaged catalogs removed; files without a row are entered;
+    rows without a file are dropped; the account is summed anew.
 
     Raises:
         ValueError: the store keeps nothing on disk.
@@ -105,12 +108,28 @@ def gc(store: Store, progress: Progress | None = None) -> Collected:
             removed["corrupt"] = removed.get("corrupt", 0) + store.delete(problem.key, "corrupt")
         elif problem.what == "unknown chunk":
             removed["unknown"] = removed.get("unknown", 0) + store.delete(problem.key)
+        elif problem.what == "other context":
+            removed["outdated"] = removed.get("outdated", 0) + store.delete(problem.key)
         elif problem.what in ("damaged row", "context lost"):
-            removed["unusable record"] = removed.get("unusable record", 0) + forget(store, [problem.key]).num_chunks
+            removed["unusable record"] = removed.get("unusable record", 0) + 1
+            forget(store, [problem.key])
+        elif problem.what == "after a removed chunk":
+            removed["lost neighbour"] = removed.get("lost neighbour", 0) + 1
+            _drop_lost_neighbours(store, problem.key)
     disk.account.clear_after_dead_owners()
     disk.account.table.recount()
     disk.catalog.purge()
+    finish_erasures(store)
+    store.wipe()
     return Collected(removed, entered, rows_dropped)
+
+
+def _drop_lost_neighbours(store: Store, key: str) -> None:
+    record = store.catalog.get(key)
+    if record is not None:
+        known = store.catalog.known(record.neighbours)
+        left = tuple(neighbour for neighbour in record.neighbours if neighbour in known)
+        set_contexts(store, [replace(record, neighbours=left, forward_tokens=0)])
 
 
 def _verify_file(disk: DiskStore, key: str, accounted: int | None, report: VerifyReport) -> None:
@@ -132,9 +151,20 @@ def _verify_file(disk: DiskStore, key: str, accounted: int | None, report: Verif
         report.add(key, "not accounted for", "there is a file, but no row in the catalog")
     elif accounted != size:
         report.add(key, "wrong size", f"{size} bytes, {accounted} in the catalog")
-    is_chunk = content_hash(entry.fingerprint, entry.namespace, entry.token_ids) == key
-    if is_chunk and disk.catalog.get(key) is None:
+    if content_hash(entry.fingerprint, entry.namespace, entry.token_ids) != key:
+        return
+    record = disk.catalog.get(key)
+    if record is None:
         report.add(key, "unknown chunk", "the catalog does not know this chunk")
+    elif entry.context_hash != _context_of(disk, record):
+        report.add(key, "other context", "encoded after other chunks than the catalog says")
+
+
+def _context_of(disk: DiskStore, record: ChunkRecord) -> str | None:
+    try:
+        return context_hash(disk.catalog.context_ids(record))
+    except KeyError:
+        return None
 
 
 def _verify_catalog(disk: DiskStore, report: VerifyReport) -> None:
@@ -143,12 +173,22 @@ def _verify_catalog(disk: DiskStore, report: VerifyReport) -> None:
     report.num_chunks_known = len(found)
     for key in hashes:
         if key not in found:
-            report.add(key, "damaged row", "the catalog's row does not have its hash")
-            continue
-        try:
-            disk.catalog.context_ids(found[key])
-        except KeyError as error:
-            report.add(key, "context lost", f"token ids of neighbour {error} are missing")
+            report.add(key, "damaged row", "the catalog's row does not have its digest")
+        elif _context_of(disk, found[key]) is None:
+            report.add(key, "context lost", "token ids of a neighbour are missing")
+        elif any(neighbour not in found for neighbour in found[key].neighbours):
+            report.add(key, "after a removed chunk", "a chunk in its encoding context is not known any more")
     held, rows = disk.bytes_held["disk"], sum(info.num_bytes for info in disk.entries())
     if held != rows and not disk.account.table.reservations():
         report.add("", "account", f"{held} bytes accounted, {rows} in the rows of files")
+    _verify_deletions(disk, report)
+
+
+def _verify_deletions(disk: DiskStore, report: VerifyReport) -> None:
+    """What a deletion should have taken along."""
+    for key in disk.catalog.erasures.pending():
+        report.add(key, "unfinished deletion", "something of what was deleted may be left")
+    for key in disk.catalog.orphan_arrays():
+        report.add(key, "orphan vector", "a vector or signature of a chunk that is not known")
+    for path in disk.folder.damaged_copies():
+        report.add("", "damaged copy", f"{path.name} may hold deleted texts")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvboost_rag.encode.similarity import DonorIndex, DonorPlan, DonorRules
 from kvboost_rag.encode.token_diff import ReusedSpan, reusable_spans
-from kvboost_rag.stores.catalog.chunk_arrays import ChunkArrays, open_arrays
+from kvboost_rag.stores import Catalog
 
 SETTLE = 8
 
@@ -150,7 +150,7 @@ def test_the_index_survives_a_restart_and_other_kinds_are_not_mixed_up(tmp_path)
     path = tmp_path / "arrays.sqlite3"
 
     def table(rules=DonorRules(), namespace=""):  # noqa: B008 - frozen
-        return ChunkArrays(open_arrays(path), rules.signature_kind, "model", namespace, np.uint32)
+        return Catalog(path).arrays(rules.signature_kind, "model", namespace, np.uint32)
 
     index = DonorIndex(table=table())
     index.add({"base": BASE, "gone": some_tokens(99)})
@@ -170,7 +170,7 @@ def test_signatures_do_not_depend_on_the_process():
 
 
 def test_arrays_of_many_keys(tmp_path):
-    arrays = ChunkArrays(open_arrays(tmp_path / "a.sqlite3"), "embedding/x", "model", "", np.float32)
+    arrays = Catalog(tmp_path / "a.sqlite3").arrays("embedding/x", "model", "", np.float32)
     held = {f"k{i:04}": np.arange(i, i + 3, dtype=np.float32) for i in range(1203)}
     arrays.put(held)
     arrays.put({"k0007": np.zeros(3)})

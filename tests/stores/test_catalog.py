@@ -6,6 +6,7 @@ import dataclasses
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvboost_rag.stores import Catalog, StoreError
@@ -56,29 +57,55 @@ def test_records_that_cannot_be_kept_are_refused_whole(catalog: Catalog, fault: 
     assert len(catalog) == 1
 
 
-def test_deleting_a_chunk_names_its_dependents_and_keeps_only_token_ids_for_them(tmp_path: Path) -> None:
+def test_forgetting_a_chunk_gives_its_dependents_a_context_without_it(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "c.sqlite")
-    neighbour = catalog.add(build_record(100))
-    record = catalog.add(build_record(1, (neighbour.content_hash,)))
-    assert catalog.delete(neighbour.content_hash) == (record.content_hash,)
-    assert catalog.get(neighbour.content_hash) is None
-    assert catalog.context_ids(record) == neighbour.token_ids
-    catalog.replace(dataclasses.replace(record, neighbours=()))
-    assert catalog.database.read("SELECT count(*) FROM chunks") == [(1,)]
-    assert catalog.context_ids(catalog.get(record.content_hash)) == ()
+    far, near = catalog.add_many([build_record(100), build_record(200)])
+    record = catalog.add(build_record(1, (far.content_hash, near.content_hash), anchor=(3,)))
+    assert catalog.forget([far.content_hash], [("", "nobody")], ["ab" * 32]) == (record.content_hash,)
+    assert catalog.get(far.content_hash) is None
+    assert catalog.context_ids(catalog.get(record.content_hash)) == (3, *near.token_ids)
+    assert set(catalog.erasures.pending()) == {far.content_hash, record.content_hash, "ab" * 32}
+    assert catalog.forget([record.content_hash, near.content_hash]) == ()
+    assert catalog.database.read("SELECT count(*) FROM chunks") == [(0,)]
+    assert catalog.database.read("SELECT count(*) FROM anchors") == [(0,)]
     catalog.close()
     assert b"text 100" not in b"".join(p.read_bytes() for p in tmp_path.iterdir())
 
 
 def test_a_deleted_chunk_can_come_back_with_another_context(catalog: Catalog) -> None:
     neighbour = catalog.add(build_record(100))
-    dependent = catalog.add(build_record(1, (neighbour.content_hash,)))
-    catalog.delete(neighbour.content_hash)
+    catalog.add(build_record(1, (neighbour.content_hash,)))
+    catalog.forget([neighbour.content_hash])
     seen = catalog.version()
     back = catalog.add(build_record(100, anchor=(3,)))
     assert catalog.get(back.content_hash) == back
     assert [h for _, h, _ in catalog.texts(FINGERPRINT, "", after=seen.last_seq)] == [back.content_hash]
-    assert catalog.context_ids(dependent) == back.token_ids
+
+
+def test_arrays_go_with_their_chunk_and_do_not_come_back(catalog: Catalog) -> None:
+    gone, kept = (r.content_hash for r in catalog.add_many([build_record(1), build_record(50)]))
+    arrays = catalog.arrays("embedding/x", FINGERPRINT, "", np.float32)
+    arrays.put({gone: np.ones(3), kept: np.zeros(3)})
+    catalog.forget([gone])
+    arrays.put({gone: np.ones(3)})
+    assert arrays.keys() == [kept]
+    assert catalog.orphan_arrays() == []
+    catalog.add(build_record(1))
+    arrays.put({gone: np.ones(3)})
+    assert set(arrays.keys()) == {gone, kept}
+
+
+def test_a_signed_catalog_believes_only_what_is_signed(tmp_path: Path) -> None:
+    plain, signed = Catalog(tmp_path / "c.sqlite"), Catalog(tmp_path / "c.sqlite", b"s3cret")
+    forged = plain.add(build_record(100))
+    assert signed.get(forged.content_hash) is None
+    assert signed.damaged == {forged.content_hash}
+    mine = signed.add(build_record(1))
+    assert plain.get(mine.content_hash) == mine
+    with plain.database.transaction() as db:  # encoded after the attacker's text?
+        db.execute("INSERT INTO contexts VALUES (?, 0, ?)", (mine.content_hash, forged.content_hash))
+    assert signed.get(mine.content_hash) is None
+    assert signed.add(build_record(1)) == mine
 
 
 def test_replace_gives_another_context_and_refuses_unknown_chunks(catalog: Catalog) -> None:
@@ -108,7 +135,7 @@ def test_the_version_tells_of_another_processes_changes(tmp_path: Path) -> None:
     added = here.version()
     assert added.last_seq > before.last_seq
     assert added.removals == before.removals
-    there.delete(record.content_hash)
+    there.forget([record.content_hash])
     assert here.version().removals == added.removals + 1
     assert here.get(record.content_hash) is None
 
@@ -141,7 +168,8 @@ def test_deleting_a_namespace_leaves_nothing_of_it_in_the_file(tmp_path: Path) -
     kept = catalog.add(build_record(1))
     gone = catalog.add_many([build_record(n, namespace="tenant-x", anchor=(99,)) for n in range(300, 340)])
     catalog.sources.link(FINGERPRINT, "tenant-x", "secret.md", [gone[0].content_hash])
-    assert set(catalog.delete_namespace("tenant-x")) == {r.content_hash for r in gone}
+    assert set(catalog.forget_namespaces(["tenant-x"])) == {r.content_hash for r in gone}
+    assert catalog.database.wipe_log()
     assert catalog.get(kept.content_hash) == kept
     files = b"".join(p.read_bytes() for p in tmp_path.iterdir())
     assert b"tenant-x" not in files
@@ -150,11 +178,28 @@ def test_deleting_a_namespace_leaves_nothing_of_it_in_the_file(tmp_path: Path) -
     assert b"text 1 " in files
 
 
-def test_a_damaged_row_counts_as_unknown_and_can_be_added_again(catalog: Catalog) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "token_ids = zeroblob(20)",
+        "token_ids = 'text'",
+        "token_ids = 1e300",
+        "text = CAST(x'ff00fe' AS TEXT)",
+        "text = x'ff'",
+        "text = 'another'",
+        "namespace = CAST(x'ff' AS TEXT)",
+        "anchor = 'none'",
+        "digest = 'text'",
+        "digest = x''",
+    ],
+)
+def test_a_damaged_row_counts_as_unknown_and_can_be_added_again(catalog: Catalog, damage: str) -> None:
     record = catalog.add(build_record(1, anchor=(5,)))
     with catalog.database.transaction() as db:
-        db.execute("UPDATE chunks SET token_ids = zeroblob(20)")
+        db.execute(f"UPDATE chunks SET {damage}")
     assert catalog.get(record.content_hash) is None
+    assert catalog.damaged == {record.content_hash}
+    assert len(list(catalog.texts(FINGERPRINT, ""))) <= 1
     assert catalog.add(record) == record
     assert catalog.get(record.content_hash) == record
 

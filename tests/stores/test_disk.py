@@ -21,7 +21,7 @@ import torch
 from kvboost_rag.cli import options
 from kvboost_rag.kv.keys import context_hash
 from kvboost_rag.stores import DiskStore, MemoryStore, StoreError, TieredStore
-from kvboost_rag.stores.catalog.database import waiting_at_most
+from kvboost_rag.stores.catalog.database import StoreBusyError, waiting_at_most
 from kvboost_rag.stores.disk import chunk_file
 from kvboost_rag.stores.disk.folder import StoreFolder
 from tests.stores.conftest import FINGERPRINT, build_entry, build_record, check_of, same
@@ -76,11 +76,11 @@ def a_safetensors_file_of_someone_else(data: bytes) -> bytes:
 
 
 def a_later_version(data: bytes) -> bytes:
-    return data.replace(b'"format_version":"3"', b'"format_version":"9"')
+    return data.replace(b'"format_version":"4"', b'"format_version":"9"')
 
 
 def an_earlier_version(data: bytes) -> bytes:
-    return data.replace(b'"format_version":"3"', b'"format_version":"1"')
+    return data.replace(b'"format_version":"4"', b'"format_version":"1"')
 
 
 REMOVED = [
@@ -135,7 +135,7 @@ def test_a_file_of_someone_else_is_a_counted_miss_and_is_left_alone(tmp_path: Pa
 
 
 def test_every_single_bit_of_a_file_is_covered(tmp_path: Path) -> None:
-    data = chunk_file.dump(dataclasses.replace(build_entry(1), tensors={"k": torch.arange(3)}), created=0.0)
+    data = b"".join(chunk_file.dump(dataclasses.replace(build_entry(1), tensors={"k": torch.arange(3)}), created=0.0))
     for at in range(len(data) * 8):
         flipped = bytearray(data)
         flipped[at // 8] ^= 1 << at % 8
@@ -168,7 +168,7 @@ def test_an_unreadable_file_is_a_miss_and_is_not_removed(tmp_path: Path, monkeyp
     store, entry = open_disk(tmp_path), build_entry(1)
     store.put(entry)
 
-    def fail(self: StoreFolder, key: str) -> bytes:
+    def fail(self: StoreFolder, key: str, most_bytes: int) -> bytes:
         raise OSError(errno.EIO, "input/output error")
 
     with monkeypatch.context() as patch:
@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(StoreError, match=r"cannot keep chunks in .*/file/kv: Not a directory"):
         DiskStore(tmp_path / "file" / "kv")
 
-    def fail(self: StoreFolder, data: bytes) -> Path:
+    def fail(self: StoreFolder, pieces: object) -> Path:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(StoreFolder, "stage", fail)
@@ -315,13 +315,14 @@ def test_a_chunk_given_another_context_is_not_described_by_the_old_file(tmp_path
     store = open_disk(tmp_path)
     record = store.catalog.add(build_record(1))
     store.catalog.replace(dataclasses.replace(record, anchor_ids=(5,)))
-    store.put(build_entry(1))
-    _, header = chunk_file.load(store.folder.read(record.content_hash))
-    assert header.record is None
+    assert not store.put(build_entry(1))
+    assert store.stats.put_failures == {"context": 1}
+    assert record.content_hash not in store
+    assert store.put(build_entry(1, context=(5,)))
 
 
 def test_two_stores_of_one_folder_share_entries_and_budget(tmp_path: Path) -> None:
-    size = len(chunk_file.dump(build_entry(1), created=1234567890.123456)) + 40
+    size = chunk_file.num_bytes(chunk_file.dump(build_entry(1), created=1234567890.123456)) + 40
     a, b = open_disk(tmp_path, 5 * size), open_disk(tmp_path, 5 * size)
     for number in range(20):
         entry = build_entry(number)
@@ -373,7 +374,7 @@ def test_signed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_holds_no_pickle_and_tells_what_it_is(tmp_path: Path) -> None:
     store, entry = open_disk(tmp_path), build_entry(1, namespace="t")
     store.put(entry)
-    data = store.folder.read(entry.key)
+    data = store.folder.path(entry.key).read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     metadata = json.loads(data[8 : 8 + length])["__metadata__"]
     header = json.loads(metadata["header"])
@@ -384,7 +385,7 @@ def test_a_file_holds_no_pickle_and_tells_what_it_is(tmp_path: Path) -> None:
 
 def test_the_same_entry_always_takes_the_same_bytes() -> None:
     times = (1_800_000_000.0, 1_800_000_000.1, 1_800_000_000.123456, 2_000_000_000.999)
-    assert len({len(chunk_file.dump(build_entry(1), created=time)) for time in times}) == 1
+    assert len({chunk_file.num_bytes(chunk_file.dump(build_entry(1), created=time)) for time in times}) == 1
 
 
 def test_a_forged_seal_in_the_text_is_not_taken_for_the_seal(tmp_path: Path) -> None:
@@ -431,7 +432,7 @@ def test_other_threads_go_on_while_a_write_waits_for_another_program(tmp_path: P
     assert at_once.wait(10)
     with waiting_at_most(0.05):
         for _ in range(3):  # 0.05 seconds in all
-            with pytest.raises(sqlite3.OperationalError, match="locked"):
+            with pytest.raises(StoreBusyError, match="locked"):
                 store.catalog.add(build_record(2))
     other.execute("ROLLBACK")
     store.close()

@@ -87,7 +87,7 @@ def test_a_damaged_file_costs_an_encoding_and_nothing_else(tiny_model, tmp_path:
     path.write_bytes(path.read_bytes()[:-50])
     disk.folder.path(keys[2]).unlink()
     assert torch.equal(engine.logits(PROMPT, strict=True), clean)
-    assert engine.store.stats.rejected == {"corrupt": 1, "vanished": 1}
+    assert engine.store.stats.rejected == {"truncated": 1, "vanished": 1}
     assert hits(engine) == [HitKind.APPROXIMATE] * 3
     assert verify(engine.store).problems == []
     engine.close()

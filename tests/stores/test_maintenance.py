@@ -148,7 +148,8 @@ def test_verify_finds_and_gc_mends(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     disk.folder.remove(gone.key)
     disk.account.table.remove(unaccounted.key)
-    store.catalog.delete(unknown.key)
+    with store.catalog.database.transaction() as db:
+        db.execute("DELETE FROM chunks WHERE content_hash = ?", (unknown.key,))
     with store.catalog.database.transaction() as db:
         db.execute("UPDATE chunks SET token_ids = zeroblob(20) WHERE content_hash = ?", (damaged.key,))
         db.execute("UPDATE disk_state SET num_bytes = num_bytes + 1")

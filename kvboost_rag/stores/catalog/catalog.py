@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.kv.keys import content_hash as hash_of
 from kvboost_rag.kv.keys import encoding_context
 from kvboost_rag.stores.catalog import rows
 from kvboost_rag.stores.catalog.database import Database
+from kvboost_rag.stores.catalog.erasures import Erasures
+from kvboost_rag.stores.catalog.schema import SCHEMA, SCHEMA_VERSION
 from kvboost_rag.stores.catalog.sources import Sources
+
+if TYPE_CHECKING:
+    from kvboost_rag.stores.catalog.chunk_arrays import ChunkArrays
+
+logger = logging.getLogger(__name__)
 
 PAGE = 1000
 
@@ -32,22 +41,39 @@ class CatalogVersion:
 class Catalog:
     """Remembers `ChunkRecord`s in SQLite: in a file that several processes may share, or in memory.
 
-    The first record of a content hash wins, so that all writers encode a chunk behind the same context. Rows read
-    are checked against their hashes: a damaged row counts as absent.
+    The first record of a content hash wins, so that all writers encode a chunk after the same context. Rows read
+    are checked against their digests: a damaged row counts as absent (`damaged`).
 
     Args:
-        database: a path, `":memory:"`, or a `Database` opened with (at least) `catalog_rows.SCHEMA`.
+        database: a path, `":memory:"`, or a `Database` opened with (at least) `schema.SCHEMA`.
+        secret: sign rows with HMAC-SHA256 and believe only rows signed with it.
+
+    Attributes:
+        sources: which document has which chunks.
+        erasures: what was deleted, and is perhaps still held somewhere.
+        damaged: content hashes of the damaged (or unsigned) rows met so far.
 
     Raises:
         DamagedDatabaseError: the file is not a readable database, or has an earlier schema version.
         StoreError: the file has a later schema version.
     """
 
-    def __init__(self, database: str | Path | Database = ":memory:") -> None:
+    def __init__(self, database: str | Path | Database = ":memory:", secret: bytes | None = None) -> None:
         if not isinstance(database, Database):
-            database = Database(database, rows.SCHEMA, rows.SCHEMA_VERSION)
+            database = Database(database, SCHEMA, SCHEMA_VERSION)
+            if database.is_new:
+                database.finish_creation()
         self.database = database
         self.sources = Sources(database)
+        self.erasures = Erasures(database)
+        self.damaged: set[str] = set()
+        self._secret = secret
+
+    def arrays(self, kind: str, fingerprint: str, namespace: str, dtype: Any) -> ChunkArrays:
+        """What was computed from chunks, such as embeddings: arrays of one kind, model and namespace."""
+        from kvboost_rag.stores.catalog.chunk_arrays import ChunkArrays
+
+        return ChunkArrays(self.database, kind, fingerprint, namespace, dtype)
 
     def add(self, record: ChunkRecord) -> ChunkRecord:
         """Remember `record` unless its content hash is known; returns the record that counts from now on."""
@@ -66,8 +92,9 @@ class Catalog:
             new = [r for r in distinct.values() if r.content_hash not in known]
             for record in new:
                 rows.insert(db, record)
+                self.erasures.revive(db, record.content_hash)
             for record in new:
-                rows.set_context(db, record)
+                rows.set_context(db, record, self._secret)
         known.update((r.content_hash, r) for r in new)
         return [known[r.content_hash] for r in records]
 
@@ -83,22 +110,25 @@ class Catalog:
             for neighbour, ids in zip(record.neighbours, neighbour_tokens, strict=True):
                 rows.insert_removed(db, record, neighbour, ids)
             rows.insert(db, record)
-            rows.set_context(db, record, removed_allowed=True)
+            rows.set_context(db, record, self._secret, removed_allowed=True)
 
-    def replace(self, record: ChunkRecord) -> None:
-        """Give a known chunk another encoding context; the KV stored with the old one becomes a miss (`context`).
+    def replace(self, *records: ChunkRecord, stale: Iterable[str] = ()) -> None:
+        """Give known chunks other encoding contexts; KV stored with the old ones becomes a miss (`context`).
+
+        Args:
+            stale: those whose KV is stored: it has to go (`maintenance.set_contexts` sees to that).
 
         Raises:
-            KeyError: the chunk is not known.
+            KeyError: a chunk is not known. Nothing is changed then.
             ValueError: as in `add_many`.
         """
         with self.database.transaction() as db:
-            if not rows.is_live(db, record.content_hash):
-                raise KeyError(record.content_hash)
-            rows.set_anchor(db, record)
-            rows.drop_context(db, record.content_hash)
-            rows.set_context(db, record)
+            for record in records:
+                if not rows.is_live(db, record.content_hash):
+                    raise KeyError(record.content_hash)
+                rows.set_context(db, record, self._secret)
             rows.purge(db)
+            self.erasures.begin(db, stale)
 
     def get(self, content_hash: str) -> ChunkRecord | None:
         """The record of a chunk, or None."""
@@ -108,8 +138,12 @@ class Catalog:
         """Records of those chunks that are known."""
         wanted, found = list(content_hashes), {}
         for start in range(0, len(wanted), PAGE):
-            for record in rows.select(self.database, wanted[start : start + PAGE]):
-                found[record.content_hash] = record
+            for key, record in rows.select(self.database, wanted[start : start + PAGE], self._secret):
+                if record is not None:
+                    found[key] = record
+                elif key not in self.damaged:
+                    logger.error("the catalog's row of chunk %s is damaged; it counts as unknown", key[:16])
+                    self.damaged.add(key)
         return found
 
     def known(self, content_hashes: Iterable[str]) -> set[str]:
@@ -148,7 +182,7 @@ class Catalog:
                 f"AND NOT removed ORDER BY seq LIMIT {PAGE}",
                 (namespace, fingerprint, after),
             )
-            yield from page
+            yield from (row for row in page if isinstance(row[2], str))
             if len(page) < PAGE:
                 return
             after = page[-1][0]
@@ -160,45 +194,76 @@ class Catalog:
         )[0]
         return CatalogVersion(*row)
 
-    def delete(self, content_hash: str) -> tuple[str, ...]:
-        """Forget a chunk: its text at once, its token ids as soon as no other chunk was encoded behind it.
+    def forget(
+        self,
+        content_hashes: Iterable[str],
+        sources: Iterable[tuple[str, str]] = (),
+        entries: Iterable[str] = (),
+    ) -> tuple[str, ...]:
+        """Forget chunks, with all that was computed from them, in one transaction.
+
+        Chunks that were encoded after them get an encoding context without them. The keys of all entries that must not
+        be served or kept any more are pending erasures from then on; `maintenance.forget` deletes them.
+
+        Args:
+            sources: `(namespace, source_id)` to forget as well.
+            entries: keys of other stored entries that have to go.
 
         Returns:
-            Content hashes of the chunks that were encoded behind it. Give them another context with `replace`.
+            Content hashes of the chunks that were encoded after forgotten ones.
         """
+        gone = dict.fromkeys(content_hashes)
         with self.database.transaction() as db:
-            dependents = self.dependents(content_hash)
-            rows.remove(db, [content_hash])
-        return dependents
+            dependents = {d: None for chunk in gone for d in self.dependents(chunk) if d not in gone}
+            known = self.get_many(dependents)
+            for record in known.values():
+                left = tuple(n for n in record.neighbours if n not in gone)
+                rows.set_context(db, replace(record, neighbours=left, forward_tokens=0), self._secret, True)
+            for namespace, source_id in sources:
+                db.execute("DELETE FROM sources WHERE namespace = ? AND source_id = ?", (namespace, source_id))
+            # A damaged record cannot be given another context; its chunk is registered again when it is next needed.
+            unusable = [d for d in dependents if d not in known]
+            rows.remove(db, [*gone, *unusable])
+            rows.purge(db)
+            self.erasures.bury(db, [*gone, *unusable])
+            self.erasures.begin(db, {**gone, **dependents, **dict.fromkeys(entries)})
+        return tuple(dependents)
+
+    def forget_namespaces(self, namespaces: Iterable[str], entries: Iterable[str] = ()) -> tuple[str, ...]:
+        """Forget all chunks and sources of these namespaces in one transaction; returns the chunks' content hashes."""
+        with self.database.transaction() as db:
+            gone = [chunk for namespace in namespaces for chunk in rows.remove_namespace(db, namespace)]
+            rows.purge(db)
+            self.erasures.bury(db, gone)
+            self.erasures.begin(db, dict.fromkeys([*gone, *entries]))
+        return tuple(gone)
 
     def dependents(self, content_hash: str) -> tuple[str, ...]:
-        """Content hashes of the chunks that were encoded behind this one."""
+        """Content hashes of the chunks that were encoded after this one."""
         found = self.database.read(
             "SELECT DISTINCT chunk FROM contexts WHERE neighbour = ? ORDER BY chunk", (content_hash,)
         )
         return tuple(row[0] for row in found)
 
-    def delete_namespace(self, namespace: str) -> tuple[str, ...]:
-        """Forget all chunks and sources of a namespace; returns the content hashes of its chunks."""
-        with self.database.transaction() as db:
-            found = db.execute("SELECT content_hash FROM chunks WHERE namespace = ?", (namespace,)).fetchall()
-            hashes = [row[0] for row in found]
-            db.execute("DELETE FROM sources WHERE namespace = ?", (namespace,))
-            rows.remove(db, hashes)
-            rows.purge_anchors(db)
-        self.database.wipe_log()
-        return tuple(hashes)
+    def orphan_arrays(self) -> list[str]:
+        """Keys of arrays whose chunk is not known."""
+        found = self.database.read(
+            "SELECT DISTINCT key FROM arrays WHERE NOT EXISTS "
+            "(SELECT 1 FROM chunks WHERE content_hash = key AND NOT removed) ORDER BY key"
+        )
+        return [row[0] for row in found]
 
     def purge(self) -> None:
-        """Drop what nothing refers to any more, and wipe it from the file and its log."""
+        """Drop what nothing refers to any more."""
         with self.database.transaction() as db:
             rows.purge(db)
-            rows.purge_anchors(db)
-        self.database.wipe_log()
+            db.executemany("DELETE FROM arrays WHERE key = ?", [(key,) for key in self.orphan_arrays()])
 
     def namespaces(self) -> tuple[str, ...]:
-        """Namespaces that have chunks."""
-        found = self.database.read("SELECT DISTINCT namespace FROM chunks WHERE NOT removed ORDER BY namespace")
+        """Namespaces that have chunks, sources or arrays."""
+        found = self.database.read(
+            "SELECT namespace FROM chunks UNION SELECT namespace FROM sources UNION SELECT namespace FROM arrays"
+        )
         return tuple(row[0] for row in found)
 
     def fingerprints(self) -> tuple[str, ...]:

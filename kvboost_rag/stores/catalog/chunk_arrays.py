@@ -3,54 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvboost_rag.stores.catalog.database import Database
+from kvboost_rag.stores.catalog.erasures import Erasures
 
-_SCHEMA_VERSION = 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS arrays (
-    kind TEXT NOT NULL,
-    fingerprint TEXT NOT NULL,
-    namespace TEXT NOT NULL,
-    key TEXT NOT NULL,
-    bytes BLOB NOT NULL,
-    PRIMARY KEY (kind, fingerprint, namespace, key)) WITHOUT ROWID;
-
-CREATE INDEX IF NOT EXISTS arrays_by_key ON arrays (key)
-"""
 _SCOPE = "kind = ? AND fingerprint = ? AND namespace = ?"
 _PAGE = 500
 
 
-def open_arrays(path: str | Path = ":memory:") -> Database:
-    """The database that `ChunkArrays` of any kind share.
-
-    Raises:
-        DamagedDatabaseError: the file is not a readable database; it may be deleted, what it held is computed anew.
-    """
-    return Database(path, _SCHEMA, _SCHEMA_VERSION)
-
-
-def forget_chunks(database: Database, keys: Iterable[str]) -> None:
-    """Delete the arrays of `keys`, of every kind, and wipe them from the file and its log."""
-    with database.transaction() as db:
-        db.executemany("DELETE FROM arrays WHERE key = ?", ((key,) for key in keys))
-    database.wipe_log()
-
-
 class ChunkArrays:
-    """One-dimensional arrays under chunk keys, of one kind, model and namespace.
+    """One-dimensional arrays under chunk keys, of one kind, model and namespace. Get them by `Catalog.arrays`.
 
-    Contract: `put` is durable when it returns and replaces older arrays; arrays of another kind, model or namespace are
-    never seen. Several threads and processes may share the database.
+    Contract: `put` is durable when it returns and replaces older arrays, but brings nothing of a deleted chunk back;
+    arrays of another kind, model or namespace are never seen, damaged ones count as missing. They go with the chunk, in
+    the same transaction. Several threads and processes may share the database.
 
     Args:
-        database: from `open_arrays`.
+        database: the catalog's.
         kind: what the arrays are and how they were made (`minhash/…`, `embedding/<model>`): change it with that.
         dtype: of the arrays.
     """
@@ -62,8 +35,13 @@ class ChunkArrays:
 
     def put(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep `arrays`, each `[size]`, in one transaction."""
-        rows = ((*self._scope, key, np.asarray(array, self.dtype).tobytes()) for key, array in arrays.items())
+        erased = Erasures(self.database)
         with self.database.transaction() as db:
+            rows = (
+                (*self._scope, key, np.asarray(array, self.dtype).tobytes())
+                for key, array in arrays.items()
+                if key not in erased
+            )
             db.executemany("INSERT OR REPLACE INTO arrays VALUES (?, ?, ?, ?, ?)", rows)
 
     def get(self, keys: Iterable[str]) -> dict[str, NDArray[Any]]:
@@ -76,7 +54,7 @@ class ChunkArrays:
             rows = self.database.read(
                 f"SELECT key, bytes FROM arrays WHERE {_SCOPE} AND key IN ({marks})", self._args(page)
             )
-            found.update((key, self._array(raw)) for key, raw in rows)
+            found.update((key, self._array(raw)) for key, raw in rows if self._is_whole(raw))
         return found
 
     def items(self) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -87,8 +65,7 @@ class ChunkArrays:
                 f"SELECT key, bytes FROM arrays WHERE {_SCOPE} AND key > ? ORDER BY key LIMIT {_PAGE}",
                 self._args([after]),
             )
-            for key, raw in rows:
-                yield key, self._array(raw)
+            yield from ((key, self._array(raw)) for key, raw in rows if self._is_whole(raw))
             if len(rows) < _PAGE:
                 return
             after = rows[-1][0]
@@ -106,6 +83,9 @@ class ChunkArrays:
 
     def _args(self, more: list[str]) -> list[str]:
         return [*self._scope, *more]
+
+    def _is_whole(self, raw: object) -> bool:
+        return isinstance(raw, bytes) and len(raw) % self.dtype.itemsize == 0
 
     def _array(self, raw: bytes) -> NDArray[Any]:
         return np.frombuffer(raw, self.dtype)

@@ -29,6 +29,14 @@ class DamagedDatabaseError(StoreError):
     """The file is not a readable SQLite database."""
 
 
+class StoreBusyError(StoreError):
+    """Another process held the catalog for longer than we waited."""
+
+
+class StoreFullError(StoreError):
+    """There is no room left on the disk for the catalog."""
+
+
 @contextlib.contextmanager
 def waiting_at_most(seconds: float) -> Iterator[None]:
     """In the block this thread waits `seconds` in all for other processes' writes, not `BUSY_TIMEOUT_S` for each."""
@@ -44,6 +52,9 @@ _open_databases: weakref.WeakSet[Database] = weakref.WeakSet()
 
 class Database:
     """A SQLite database in a file (write-ahead log, several processes) or in memory (`":memory:"`).
+
+    A new file has no version until `finish_creation`: whoever fills it from elsewhere does both in one transaction, and
+    is asked to again if killed before its end. SQLite's errors come out as StoreError and its kinds.
 
     Statements of one process run one after the other under a lock. Another process's write is waited for, up to
     `BUSY_TIMEOUT_S` (or `waiting_at_most`), while other threads go on reading. A child made by `fork` opens a
@@ -76,37 +87,48 @@ class Database:
 
     def read(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
         """All rows of a query."""
-        with self._lock:
+        with self._lock, self._errors():
             return self._alive().execute(sql, params).fetchall()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Hold the write lock of the database; commit at the end, roll back on an exception. May be nested."""
-        connection = self._begin()
-        try:
+        with self._errors():
+            connection = self._begin()
             try:
-                yield connection
-            except BaseException:
+                try:
+                    yield connection
+                except BaseException:
+                    self._depth -= 1
+                    if self._depth == 0 and connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                    raise
                 self._depth -= 1
-                if self._depth == 0 and connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-            self._depth -= 1
-            if self._depth == 0:
-                self._commit(connection)
-        finally:
-            self._lock.release()
+                if self._depth == 0:
+                    self._commit(connection)
+            finally:
+                self._lock.release()
 
     def wait_for_writers(self) -> None:
         """Until no other process writes, for callers who are about to take a lock of their own before `transaction`."""
         with self.transaction():
             pass
 
-    def wipe_log(self) -> None:
-        """Move the write-ahead log into the main file and empty it, so that deleted text is in neither."""
-        with self._lock:
-            if self._depth == 0:
-                self._alive().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    def wipe_log(self) -> bool:
+        """Move the write-ahead log into the main file and empty it, so that deleted text is in neither.
+
+        Returns:
+            False where another process reads so long that the log could not be emptied: try again later.
+        """
+        with self._lock, self._errors():
+            if self._depth:
+                return False
+            return not self._alive().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+
+    def finish_creation(self) -> None:
+        """Give a new file its version, in the caller's transaction if there is one."""
+        with self.transaction() as db:
+            db.execute(f"PRAGMA user_version = {self._version}")
 
     def close(self) -> None:
         """Release the file. Calling it again does nothing."""
@@ -142,6 +164,14 @@ class Database:
             left[0] -= time.monotonic() - started
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Say what SQLite's errors mean to whoever uses the store."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise meaning_of(error, self.path) from error
+
     @staticmethod
     def _commit(connection: sqlite3.Connection) -> None:
         try:
@@ -163,16 +193,18 @@ class Database:
             self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=256
         )
         try:
+            connection.text_factory = _lenient  # a damaged text is a row of its own to deal with, not the end
             connection.execute("PRAGMA secure_delete = ON")
+            connection.execute("PRAGMA temp_store = MEMORY")  # no deleted text in files of SQLite's own
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             if check:
                 self._check(connection)
-            connection.execute("BEGIN IMMEDIATE")
-            for statement in self._schema.split(";\n\n"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {self._version}")
-            connection.execute("COMMIT")
+            if self.is_new:  # otherwise nothing is written: a full disk can be opened
+                connection.execute("BEGIN IMMEDIATE")
+                for statement in self._schema.split(";\n\n"):
+                    connection.execute(statement)
+                connection.execute("COMMIT")
         except sqlite3.OperationalError:  # cannot open, read-only, disk full, locked: not damage
             connection.close()
             raise
@@ -206,6 +238,22 @@ def _begin_at_once(connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
     finally:
         connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
+
+
+def meaning_of(error: sqlite3.Error, path: str) -> StoreError:
+    """What an error of SQLite means to whoever uses the store."""
+    text = str(error)
+    if _is_busy(error):
+        return StoreBusyError(f"the catalog {path} is locked by another process that writes; try again")
+    if "full" in text:
+        return StoreFullError(f"no room for the catalog {path}: free space on its disk (kvboost-rag evict does)")
+    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+        return DamagedDatabaseError(f"{path}: {text}")
+    return StoreError(f"the catalog {path} cannot be used: {text}")
+
+
+def _lenient(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
 
 
 def _is_busy(error: BaseException) -> bool:

@@ -1,73 +1,18 @@
-"""The catalog's tables and what is done to their rows inside a transaction."""
+"""What is done to the rows of chunks inside a transaction."""
 
 from __future__ import annotations
 
-import logging
+import hmac
 import sqlite3
 import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.kv.keys import content_hash, hash_fields, token_bytes
 from kvboost_rag.stores.catalog.database import Database
-
-logger = logging.getLogger(__name__)
-
-SCHEMA_VERSION = 2
-
-# A removed chunk that others were encoded behind stays as a row without text (`removed` = 1) until the last of them
-# gets another context. `seq` grows with every added or revived chunk, so that readers can ask for what is new.
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS chunks (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    content_hash TEXT NOT NULL UNIQUE,
-    fingerprint TEXT NOT NULL,
-    namespace TEXT NOT NULL,
-    text TEXT NOT NULL,
-    token_ids BLOB NOT NULL,
-    anchor TEXT NOT NULL,
-    created REAL NOT NULL,
-    removed INTEGER NOT NULL DEFAULT 0);
-
-CREATE INDEX IF NOT EXISTS chunks_by_namespace ON chunks (namespace, fingerprint, seq);
-
-CREATE INDEX IF NOT EXISTS live_chunks ON chunks (namespace, seq, content_hash, created) WHERE NOT removed;
-
-CREATE INDEX IF NOT EXISTS removed_chunks ON chunks (content_hash) WHERE removed;
-
-CREATE TABLE IF NOT EXISTS anchors (
-    hash TEXT PRIMARY KEY,
-    token_ids BLOB NOT NULL,
-    separator_ids BLOB NOT NULL) WITHOUT ROWID;
-
-CREATE TABLE IF NOT EXISTS contexts (
-    chunk TEXT NOT NULL,
-    place INTEGER NOT NULL,
-    neighbour TEXT NOT NULL,
-    PRIMARY KEY (chunk, place)) WITHOUT ROWID;
-
-CREATE INDEX IF NOT EXISTS contexts_by_neighbour ON contexts (neighbour);
-
-CREATE TABLE IF NOT EXISTS forwards (
-    chunk TEXT PRIMARY KEY,
-    num_tokens INTEGER NOT NULL) WITHOUT ROWID;
-
-CREATE TABLE IF NOT EXISTS sources (
-    namespace TEXT NOT NULL,
-    source_id TEXT NOT NULL,
-    fingerprint TEXT NOT NULL,
-    place INTEGER NOT NULL,
-    chunk TEXT NOT NULL,
-    PRIMARY KEY (namespace, source_id, fingerprint, place)) WITHOUT ROWID;
-
-CREATE INDEX IF NOT EXISTS sources_by_chunk ON sources (chunk);
-
-CREATE TABLE IF NOT EXISTS catalog_state (id INTEGER PRIMARY KEY CHECK (id = 1), removals INTEGER NOT NULL);
-
-INSERT OR IGNORE INTO catalog_state VALUES (1, 0)
-"""
 
 
 def is_live(db: sqlite3.Connection, chunk: str) -> bool:
@@ -96,11 +41,10 @@ def insert(db: sqlite3.Connection, record: ChunkRecord) -> None:
             time.time(),
         ),
     )
-    set_anchor(db, record)
 
 
 def insert_removed(db: sqlite3.Connection, dependent: ChunkRecord, chunk: str, token_ids: tuple[int, ...]) -> None:
-    """Keep only the token ids of a chunk that `dependent` was encoded behind, unless the chunk is known."""
+    """Keep only the token ids of a chunk that `dependent` was encoded after, unless the chunk is known."""
     if content_hash(dependent.fingerprint, dependent.namespace, token_ids) != chunk:
         raise ValueError(f"token ids of neighbour {chunk[:16]} do not have its hash")
     db.execute(
@@ -111,69 +55,72 @@ def insert_removed(db: sqlite3.Connection, dependent: ChunkRecord, chunk: str, t
     )
 
 
-def set_anchor(db: sqlite3.Connection, record: ChunkRecord) -> None:
-    """Store the record's anchor and separator once for all chunks that share them."""
-    anchor = _anchor_hash(record)
-    db.execute(
-        "INSERT OR IGNORE INTO anchors VALUES (?, ?, ?)", (anchor, pack(record.anchor_ids), pack(record.separator_ids))
-    )
-    db.execute("UPDATE chunks SET anchor = ? WHERE content_hash = ?", (anchor, record.content_hash))
-
-
-def _anchor_hash(record: ChunkRecord) -> str:
-    return hash_fields("anchor", token_bytes(record.anchor_ids), token_bytes(record.separator_ids))
-
-
-def set_context(db: sqlite3.Connection, record: ChunkRecord, removed_allowed: bool = False) -> None:
-    """Store the record's neighbours, and the length of its forward.
+def set_context(
+    db: sqlite3.Connection, record: ChunkRecord, secret: bytes | None, removed_allowed: bool = False
+) -> None:
+    """Store the record's anchor, its neighbours and the length of its forward, and the digest over all of it.
 
     Raises:
         ValueError: a neighbour is not a known chunk of the same model and namespace, or is the chunk itself.
     """
+    chunk, anchor = record.content_hash, _anchor_hash(record)
+    drop_context(db, chunk)
+    db.execute(
+        "INSERT OR IGNORE INTO anchors VALUES (?, ?, ?)", (anchor, pack(record.anchor_ids), pack(record.separator_ids))
+    )
     for place, neighbour in enumerate(record.neighbours):
         row = db.execute(
             "SELECT fingerprint, namespace, removed FROM chunks WHERE content_hash = ?", (neighbour,)
         ).fetchone()
-        if neighbour == record.content_hash or row is None or (row[2] and not removed_allowed):
-            raise ValueError(f"neighbour {neighbour[:16]} of {record.content_hash[:16]} is not another known chunk")
+        if neighbour == chunk or row is None or (row[2] and not removed_allowed):
+            raise ValueError(f"neighbour {neighbour[:16]} of {chunk[:16]} is not another known chunk")
         if row[:2] != (record.fingerprint, record.namespace):
-            raise ValueError(f"neighbour {neighbour[:16]} of {record.content_hash[:16]} has another model or namespace")
-        db.execute("INSERT INTO contexts VALUES (?, ?, ?)", (record.content_hash, place, neighbour))
+            raise ValueError(f"neighbour {neighbour[:16]} of {chunk[:16]} has another model or namespace")
+        db.execute("INSERT INTO contexts VALUES (?, ?, ?)", (chunk, place, neighbour))
     if record.forward_tokens:
-        db.execute("INSERT INTO forwards VALUES (?, ?)", (record.content_hash, record.forward_tokens))
+        db.execute("INSERT INTO forwards VALUES (?, ?)", (chunk, record.forward_tokens))
+    digest = digest_of(record, secret)
+    db.execute("UPDATE chunks SET anchor = ?, digest = ? WHERE content_hash = ?", (anchor, digest, chunk))
 
 
 def drop_context(db: sqlite3.Connection, chunk: str) -> None:
-    """Forget which chunks `chunk` was encoded behind."""
+    """Forget which chunks `chunk` was encoded after."""
     db.execute("DELETE FROM contexts WHERE chunk = ?", (chunk,))
     db.execute("DELETE FROM forwards WHERE chunk = ?", (chunk,))
 
 
 def remove(db: sqlite3.Connection, chunks: Iterable[str]) -> None:
-    """Take chunks out, their text and links at once, their token ids when nothing depends on them."""
+    """Take chunks out with their links and arrays. Those that name them as neighbours must be dealt with first."""
     for chunk in chunks:
         if is_live(db, chunk):
             db.execute("UPDATE catalog_state SET removals = removals + 1")
         drop_context(db, chunk)
         db.execute("DELETE FROM sources WHERE chunk = ?", (chunk,))
-        db.execute("UPDATE chunks SET removed = 1, text = '', anchor = '' WHERE content_hash = ?", (chunk,))
-    purge(db)
+        db.execute("DELETE FROM arrays WHERE key = ?", (chunk,))
+        db.execute("DELETE FROM chunks WHERE content_hash = ?", (chunk,))
+
+
+def remove_namespace(db: sqlite3.Connection, namespace: str) -> list[str]:
+    """Take all of a namespace out; returns its chunks. No other namespace's chunk can name them."""
+    chunks = [r[0] for r in db.execute("SELECT content_hash FROM chunks WHERE namespace = ?", (namespace,))]
+    db.execute("DELETE FROM sources WHERE namespace = ?", (namespace,))
+    remove(db, chunks)
+    db.execute("DELETE FROM arrays WHERE namespace = ?", (namespace,))
+    return chunks
 
 
 def purge(db: sqlite3.Connection) -> None:
-    """Drop removed chunks that nothing depends on any more."""
+    """Drop token ids of removed chunks that nothing names any more, and anchors that no chunk uses."""
     db.execute(
         "DELETE FROM chunks WHERE removed AND NOT EXISTS (SELECT 1 FROM contexts WHERE neighbour = content_hash)"
     )
+    db.execute("DELETE FROM anchors WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE anchor = hash)")
 
 
-def purge_anchors(db: sqlite3.Connection) -> None:
-    """Drop anchors that no chunk uses."""
-    db.execute("DELETE FROM anchors WHERE hash NOT IN (SELECT anchor FROM chunks)")
-
-
-def select(database: Database, chunks: Sequence[str]) -> Iterator[ChunkRecord]:
-    """Records of known chunks; a row that does not have its hashes (a damaged file) counts as absent."""
+def select(
+    database: Database, chunks: Sequence[str], secret: bytes | None = None
+) -> Iterator[tuple[str, ChunkRecord | None]]:
+    """Records of known chunks; None for a row that is damaged, or not signed where there is a secret."""
     marks = ",".join("?" * len(chunks))
     neighbours: dict[str, list[str]] = {}
     for chunk, neighbour in database.read(
@@ -181,27 +128,55 @@ def select(database: Database, chunks: Sequence[str]) -> Iterator[ChunkRecord]:
     ):
         neighbours.setdefault(chunk, []).append(neighbour)
     found = database.read(
-        "SELECT content_hash, fingerprint, namespace, text, c.token_ids, anchor, a.token_ids, a.separator_ids, "
+        "SELECT content_hash, digest, fingerprint, namespace, text, c.token_ids, a.token_ids, a.separator_ids, "
         "coalesce(f.num_tokens, 0) FROM chunks c LEFT JOIN forwards f ON f.chunk = content_hash "
-        f"JOIN anchors a ON a.hash = anchor WHERE content_hash IN ({marks}) AND NOT removed",
+        f"LEFT JOIN anchors a ON a.hash = anchor WHERE content_hash IN ({marks}) AND NOT removed",
         chunks,
     )
-    for chunk, fingerprint, namespace, text, token_blob, anchor, anchor_blob, separator_blob, forward in found:
-        ids, behind = unpack(token_blob), tuple(neighbours.get(chunk, ()))
-        record = ChunkRecord(
-            chunk, fingerprint, namespace, text, ids, unpack(anchor_blob), behind, unpack(separator_blob), forward
+    for row in found:
+        yield row[0], _record(row, tuple(neighbours.get(row[0], ())), secret)
+
+
+def _record(row: Sequence[Any], neighbours: tuple[str, ...], secret: bytes | None) -> ChunkRecord | None:
+    """SQLite's columns may hold anything; the digest says whether they are what was written."""
+    chunk, digest, fingerprint, namespace, text, ids, anchor, separator, forward = row
+    try:
+        frame = unpack(anchor), neighbours, unpack(separator)
+        record = ChunkRecord(chunk, fingerprint, namespace, text, unpack(ids), *frame, forward)
+        _check_hash(record)
+        return record if is_digest(digest, record, secret) else None
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        return None
+
+
+def digest_of(record: ChunkRecord, secret: bytes | None) -> bytes:
+    """SHA-256 over all of a record (32 bytes), followed by its HMAC where there is a secret."""
+    digest = bytes.fromhex(
+        hash_fields(
+            "catalog row",
+            record.content_hash.encode(),
+            record.fingerprint.encode(),
+            record.namespace.encode(),
+            record.text.encode(),
+            *(token_bytes(ids) for ids in (record.token_ids, record.anchor_ids, record.separator_ids)),
+            token_bytes((record.forward_tokens,)),
+            *(neighbour.encode() for neighbour in record.neighbours),
         )
-        if content_hash(fingerprint, namespace, ids) == chunk and _anchor_hash(record) == anchor:
-            yield record
-        else:
-            logger.error("the catalog's row of chunk %s is damaged; it counts as unknown", chunk[:16])
+    )
+    return digest if secret is None else digest + hmac.digest(secret, digest, "sha256")
+
+
+def is_digest(found: object, record: ChunkRecord, secret: bytes | None) -> bool:
+    """Whether `found` is the record's digest, signed if there is a secret."""
+    wanted = digest_of(record, secret)
+    return isinstance(found, bytes) and hmac.compare_digest(found if secret else found[: len(wanted)], wanted)
 
 
 def tokens(database: Database, chunks: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Token ids of known and of removed chunks."""
     marks = ",".join("?" * len(chunks))
     found = database.read(f"SELECT content_hash, token_ids FROM chunks WHERE content_hash IN ({marks})", chunks)
-    return {chunk: unpack(blob) for chunk, blob in found}
+    return {chunk: unpack(blob) for chunk, blob in found if isinstance(blob, bytes)}
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -212,13 +187,23 @@ def pack(token_ids: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
-def unpack(blob: bytes) -> tuple[int, ...]:
-    """The inverse of `pack`; a blob of a damaged length loses its last bytes and then fails its hash."""
+def unpack(blob: object) -> tuple[int, ...]:
+    """The inverse of `pack`; a blob of a damaged length loses its last bytes and then fails its hash.
+
+    Raises:
+        TypeError: a damaged row holds something else there.
+    """
+    if not isinstance(blob, bytes):
+        raise TypeError(f"token ids are {type(blob).__name__}")
     ids = array("i")
     ids.frombytes(blob[: len(blob) // 4 * 4])
     if sys.byteorder == "big":
         ids.byteswap()
     return tuple(ids)
+
+
+def _anchor_hash(record: ChunkRecord) -> str:
+    return hash_fields("anchor", token_bytes(record.anchor_ids), token_bytes(record.separator_ids))
 
 
 def _check_hash(record: ChunkRecord) -> None:

@@ -2,39 +2,54 @@
 
 The file's metadata hold `format`, `format_version`, `header` (JSON: key, namespace, fingerprint, token ids, context
 hash, meta, and the chunk's catalog record with its neighbours' token ids, so that a catalog can be rebuilt from the
-files alone) and `seal`: a CRC-32C over all the rest of the file and, where a secret is set, an HMAC-SHA256.
+files alone), `header_seal` over that, and `seal` over all the rest of the file (`disk.seal`). What is read of a file is
+believed after its seal, never before.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import google_crc32c
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 
 from kvboost_rag.datamodels import ChunkRecord, StoreEntry
+from kvboost_rag.stores.disk import seal
+from kvboost_rag.stores.disk.chunk_header import ChunkHeader, header_text, parse_header
+from kvboost_rag.stores.disk.seal import SEAL_DIGITS, SECRET_VARIABLE, Piece
 
 FORMAT = "kvboost-rag chunk"
-FORMAT_VERSION = 3
-EARLIER_VERSIONS = ("1", "2")
+FORMAT_VERSION = 4
+EARLIER_VERSIONS = ("1", "2", "3")
 USELESS = ("corrupt", "truncated", "swapped", "outdated")
 """Reasons for which a file can only be removed. Foreign, later and unsigned files are left alone."""
-SECRET_VARIABLE = "KVBOOST_STORE_SECRET"
 
-CRC_DIGITS = 8
-SIGNATURE_DIGITS = 64
-SEAL_DIGITS = CRC_DIGITS + SIGNATURE_DIGITS
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """What safetensors itself accepts."""
 _SEAL_FIELD = b'"seal":"'
 """Cannot occur inside a JSON string: there the quotes would be escaped."""
+
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+"""What JSON that anybody may have written can raise."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 
 class ChunkFileError(ValueError):
@@ -45,66 +60,46 @@ class ChunkFileError(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class ChunkHeader:
-    """What a chunk file says of itself.
-
-    Attributes:
-        record, neighbour_tokens: for the catalog; None and () for exact blocks and for chunks it did not know.
-        created: seconds since the epoch.
-    """
-
-    key: str
-    namespace: str
-    fingerprint: str
-    token_ids: tuple[int, ...]
-    context_hash: str
-    meta: Mapping[str, str]
-    record: ChunkRecord | None
-    neighbour_tokens: tuple[tuple[int, ...], ...]
-    created: float
-
-
-def secret_from_environment() -> bytes | None:
-    """The key of the HMAC, from `KVBOOST_STORE_SECRET`; None where it is unset or empty."""
-    return os.environ.get(SECRET_VARIABLE, "").encode() or None
-
-
 def dump(
     entry: StoreEntry,
     created: float,
     record: ChunkRecord | None = None,
     neighbour_tokens: Sequence[tuple[int, ...]] = (),
     secret: bytes | None = None,
-) -> bytes:
-    """The bytes of the file. `entry.tensors` must be contiguous CPU tensors that share no memory."""
-    header: dict[str, Any] = {
-        "key": entry.key,
-        "namespace": entry.namespace,
-        "fingerprint": entry.fingerprint,
-        "token_ids": entry.token_ids,
-        "context_hash": entry.context_hash,
-        "meta": dict(entry.meta),
-        "created_ms": round(created * 1000),  # as many digits always, so that the same entry takes the same bytes
-    }
-    if record is not None:
-        header["record"] = {
-            "text": record.text,
-            "anchor_ids": record.anchor_ids,
-            "separator_ids": record.separator_ids,
-            "neighbours": record.neighbours,
-            "forward_tokens": record.forward_tokens,
-            "neighbour_tokens": list(neighbour_tokens),
+) -> list[Piece]:
+    """The file in pieces to be written one after the other: its head, then the tensors' own memory, not copied.
+
+    Args:
+        entry: its tensors contiguous and on the CPU.
+    """
+    # Wide elements first, so that all are aligned.
+    tensors = sorted(entry.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    payload = [tensor.reshape(-1).view(torch.uint8).numpy().data for _, tensor in tensors]
+    text = header_text(entry, created, record, neighbour_tokens)
+    layout: dict[str, Any] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "format_version": str(FORMAT_VERSION),
+            "header": text,
+            "header_seal": seal.seal([text.encode()], secret).decode(),
+            "seal": "0" * SEAL_DIGITS,
         }
-    metadata = {
-        "format": FORMAT,
-        "format_version": str(FORMAT_VERSION),
-        "header": json.dumps(header, separators=(",", ":"), ensure_ascii=True),
-        "seal": "0" * SEAL_DIGITS,
     }
-    data = safetensors.torch.save(dict(entry.tensors), metadata=metadata)
-    start = _seal_start(data)
-    return b"".join((data[:start], _seal(data, start, secret), data[start + SEAL_DIGITS :]))
+    end = 0
+    for (name, tensor), data in zip(tensors, payload, strict=True):
+        start, end = end, end + len(data)
+        layout[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    head = json.dumps(layout, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    head = len(head).to_bytes(LENGTH_BYTES, "little") + head
+    at = _seal_start(head)
+    before, after = head[:at], head[at + SEAL_DIGITS :]
+    return [before + seal.seal([before, after, *payload], secret) + after, *payload]
+
+
+def num_bytes(pieces: Sequence[Piece]) -> int:
+    """Length of the file."""
+    return sum(len(piece) for piece in pieces)
 
 
 def load(data: bytes, secret: bytes | None = None) -> tuple[StoreEntry, ChunkHeader]:
@@ -113,8 +108,11 @@ def load(data: bytes, secret: bytes | None = None) -> tuple[StoreEntry, ChunkHea
     Raises:
         ChunkFileError: with reason `truncated`, `foreign`, `version`, `outdated`, `corrupt` or `unsigned`.
     """
-    header = read_header(data)
-    _check_seal(data, secret)
+    header, size = read_head(data, secret)
+    if size != len(data):
+        raise ChunkFileError("truncated" if len(data) < size else "corrupt", f"{len(data)} bytes, {size} by its head")
+    start, whole = _seal_start(data), memoryview(data)
+    _check(data[start : start + SEAL_DIGITS], [whole[:start], whole[start + SEAL_DIGITS :]], secret)
     try:
         tensors = safetensors.torch.load(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -125,11 +123,11 @@ def load(data: bytes, secret: bytes | None = None) -> tuple[StoreEntry, ChunkHea
     return entry, header
 
 
-def read_header(data: bytes) -> ChunkHeader:
-    """The header in the first bytes of a file (at least `header_bytes` of them). Does not check the seal.
+def read_head(data: bytes, secret: bytes | None = None) -> tuple[ChunkHeader, int]:
+    """The sealed header in the first bytes of a file (at least `header_bytes` of them), and the size of the whole.
 
     Raises:
-        ChunkFileError: with reason `truncated`, `foreign`, `version`, `outdated` or `corrupt`.
+        ChunkFileError: with reason `truncated`, `foreign`, `version`, `outdated`, `corrupt` or `unsigned`.
     """
     if len(data) < LENGTH_BYTES:
         raise ChunkFileError("truncated", f"{len(data)} bytes")
@@ -137,20 +135,26 @@ def read_header(data: bytes) -> ChunkHeader:
     if len(data) < end:
         raise ChunkFileError("truncated", f"{len(data)} bytes, the header alone takes {end}")
     try:
-        metadata = json.loads(data[LENGTH_BYTES:end]).get("__metadata__", {})
+        layout = json.loads(data[LENGTH_BYTES:end])
+        metadata = layout.pop("__metadata__", {})
         found = metadata.get("format"), metadata.get("format_version")
-    except (ValueError, AttributeError) as error:
-        raise ChunkFileError("corrupt", f"unreadable header: {error}") from error
+        size = end + int(max((tensor["data_offsets"][1] for tensor in layout.values()), default=0))
+    except _UNREADABLE as error:
+        raise ChunkFileError("corrupt", f"unreadable header: {type(error).__name__}") from error
     if found[0] != FORMAT:
-        raise ChunkFileError("foreign", f"not written by this program (format {found[0]!r})")
+        raise ChunkFileError("foreign", f"not written by this program (format {str(found[0])[:50]!r})")
     if found[1] in EARLIER_VERSIONS:
         raise ChunkFileError("outdated", f"format version {found[1]}, written by an earlier version of this program")
     if found[1] != str(FORMAT_VERSION):
-        raise ChunkFileError("version", f"format version {found[1]}, this program reads {FORMAT_VERSION}")
+        raise ChunkFileError("version", f"format version {str(found[1])[:50]}, this program reads {FORMAT_VERSION}")
     try:
-        return _parse(json.loads(metadata["header"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ChunkFileError("corrupt", f"unreadable header: {error!r}") from error
+        text = metadata["header"]
+        _check(metadata["header_seal"].encode(), [text.encode()], secret)
+        return parse_header(text), size
+    except ChunkFileError:
+        raise
+    except _UNREADABLE as error:
+        raise ChunkFileError("corrupt", f"unreadable header: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def header_bytes(data: bytes) -> int:
@@ -161,32 +165,6 @@ def header_bytes(data: bytes) -> int:
     return length
 
 
-def _parse(header: dict[str, Any]) -> ChunkHeader:
-    key, fingerprint, namespace = header["key"], header["fingerprint"], header["namespace"]
-    token_ids = tuple(header["token_ids"])
-    record: ChunkRecord | None = None
-    neighbour_tokens: tuple[tuple[int, ...], ...] = ()
-    if "record" in header:
-        known = header["record"]
-        anchor_ids, neighbours = tuple(known["anchor_ids"]), tuple(known["neighbours"])
-        separator_ids, forward = tuple(known["separator_ids"]), int(known.get("forward_tokens", 0))
-        record = ChunkRecord(
-            key, fingerprint, namespace, known["text"], token_ids, anchor_ids, neighbours, separator_ids, forward
-        )
-        neighbour_tokens = tuple(tuple(ids) for ids in known["neighbour_tokens"])
-    return ChunkHeader(
-        key=key,
-        namespace=namespace,
-        fingerprint=fingerprint,
-        token_ids=token_ids,
-        context_hash=header["context_hash"],
-        meta=dict(header["meta"]),
-        record=record,
-        neighbour_tokens=neighbour_tokens,
-        created=header["created_ms"] / 1000,
-    )
-
-
 def _seal_start(data: bytes) -> int:
     end = LENGTH_BYTES + header_bytes(data)
     field = data.find(_SEAL_FIELD, LENGTH_BYTES, end)
@@ -195,27 +173,8 @@ def _seal_start(data: bytes) -> int:
     return field + len(_SEAL_FIELD)
 
 
-def _check_seal(data: bytes, secret: bytes | None) -> None:
-    start = _seal_start(data)
-    found = data[start : start + SEAL_DIGITS]
-    if found[:CRC_DIGITS] != _checksum(data, start, found[CRC_DIGITS:]):
-        raise ChunkFileError("corrupt", "the checksum does not match")
-    if secret is not None and not hmac.compare_digest(found, _seal(data, start, secret)):
-        raise ChunkFileError("unsigned", f"not signed with the secret in {SECRET_VARIABLE}")
-
-
-def _seal(data: bytes, start: int, secret: bytes | None) -> bytes:
-    """Checksum and signature of a file whose seal starts at `start`; the checksum covers the signature too."""
-    signature = b"0" * SIGNATURE_DIGITS
-    if secret is not None:
-        signing = hmac.new(secret, data[:start], "sha256")
-        signing.update(data[start + SEAL_DIGITS :])
-        signature = signing.hexdigest().encode()
-    return _checksum(data, start, signature) + signature
-
-
-def _checksum(data: bytes, start: int, signature: bytes) -> bytes:
-    checksum = 0
-    for part in (data[:start], signature, data[start + SEAL_DIGITS :]):
-        checksum = google_crc32c.extend(checksum, part)
-    return f"{checksum:08x}".encode()
+def _check(found: bytes, pieces: Sequence[Piece], secret: bytes | None) -> None:
+    fault = seal.fault(found, pieces, secret)
+    if fault is not None:
+        meaning = "the checksum does not match" if fault == "corrupt" else f"not signed with {SECRET_VARIABLE}"
+        raise ChunkFileError(fault, meaning)

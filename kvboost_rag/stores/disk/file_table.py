@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvboost_rag.stores.base import EntryInfo
-from kvboost_rag.stores.catalog import rows
+from kvboost_rag.stores.catalog import schema
 from kvboost_rag.stores.catalog.database import Database
 from kvboost_rag.stores.eviction import EntryUse
 
 # Triggers keep the sum of all bytes, held and reserved, in the same transaction as the rows, so that processes that
 # share the folder share one exact account.
 SCHEMA = (
-    rows.SCHEMA.strip()
+    schema.SCHEMA.strip()
     + """;
 
 CREATE TABLE IF NOT EXISTS files (
@@ -26,6 +27,7 @@ CREATE TABLE IF NOT EXISTS files (
     num_bytes INTEGER NOT NULL,
     created REAL NOT NULL,
     meta TEXT NOT NULL,
+    context_hash TEXT NOT NULL,
     last_used REAL NOT NULL,
     hits INTEGER NOT NULL DEFAULT 0,
     frequency REAL NOT NULL DEFAULT 1.0,
@@ -55,11 +57,12 @@ CREATE TRIGGER IF NOT EXISTS bytes_released AFTER DELETE ON reservations BEGIN
 
 @dataclass(frozen=True)
 class Reservation:
-    """Bytes set aside for a file that is being written."""
+    """Bytes set aside for a file that is being written; `key` is empty in the row of one that is kept for the next."""
 
     id: int
     owner: str
     key: str
+    num_bytes: int
 
 
 class FileTable:
@@ -71,6 +74,11 @@ class FileTable:
     def total_bytes(self) -> int:
         """Bytes of all files, and those reserved for files being written."""
         return int(self.database.read("SELECT num_bytes FROM disk_state")[0][0])
+
+    def held_bytes(self) -> int:
+        """Bytes of all files, and of those being written, without what is only set aside for the next."""
+        kept = "SELECT coalesce(sum(num_bytes), 0) FROM reservations WHERE key = ''"
+        return int(self.database.read(f"SELECT num_bytes - ({kept}) FROM disk_state")[0][0])
 
     def recount(self) -> None:
         """Sum the account anew from the rows."""
@@ -91,7 +99,7 @@ class FileTable:
             cursor = db.execute(
                 "INSERT INTO reservations (owner, key, num_bytes) VALUES (?, ?, ?)", (owner, key, num_bytes)
             )
-            return Reservation(int(cursor.lastrowid or 0), owner, key)
+            return Reservation(int(cursor.lastrowid or 0), owner, key, num_bytes)
 
     def release(self, reservation: Reservation) -> None:
         """Give reserved bytes back."""
@@ -100,15 +108,15 @@ class FileTable:
 
     def reservations(self) -> list[Reservation]:
         """All that are open, of all processes."""
-        return [Reservation(*row) for row in self.database.read("SELECT id, owner, key FROM reservations")]
+        return [Reservation(*row) for row in self.database.read("SELECT id, owner, key, num_bytes FROM reservations")]
 
     def add(self, info: EntryInfo) -> int:
         """Note a file, in place of an earlier one of the same key; returns the row's `seq`."""
         with self.database.transaction() as db:
             db.execute("DELETE FROM files WHERE key = ?", (info.key,))
             cursor = db.execute(
-                "INSERT INTO files (key, namespace, fingerprint, num_tokens, num_bytes, created, meta, last_used) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO files (key, namespace, fingerprint, num_tokens, num_bytes, created, meta, "
+                "context_hash, last_used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     info.key,
                     info.namespace,
@@ -117,6 +125,7 @@ class FileTable:
                     info.num_bytes,
                     info.created,
                     json.dumps(dict(info.meta)),
+                    info.context_hash,
                     info.last_used,
                 ),
             )
@@ -130,14 +139,12 @@ class FileTable:
     def infos(self, key: str | None = None) -> Iterator[EntryInfo]:
         """All files, or the one of `key` if there is a row."""
         found = self.database.read(
-            "SELECT key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta FROM files "
-            + ("" if key is None else "WHERE key = ?"),
+            "SELECT key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta, context_hash "
+            "FROM files " + ("" if key is None else "WHERE key = ?"),
             () if key is None else (key,),
         )
-        for key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta in found:
-            yield EntryInfo(
-                key, namespace, fingerprint, num_tokens, num_bytes, created, last_used, meta=json.loads(meta)
-            )
+        for key, namespace, fingerprint, tokens, size, created, last_used, meta, context in found:
+            yield EntryInfo(key, namespace, fingerprint, tokens, size, created, last_used, _parsed(meta), context)
 
     def uses_after(self, seq: int) -> tuple[int, list[tuple[str, EntryUse]]]:
         """Files added after `seq` (by any process), those unused longest first, and the last `seq`."""
@@ -145,8 +152,9 @@ class FileTable:
             "SELECT seq, key, num_bytes, created, last_used, hits, deviation, frequency FROM files WHERE seq > ?",
             (seq,),
         )
+        now = time.time()  # a clock that ran ahead would have entries live for ever
         uses = [
-            (key, EntryUse(size, created, used, 0, 0, hits, deviation, frequency))
+            (key, EntryUse(size, min(created, now), min(used, now), 0, 0, hits, deviation, frequency))
             for _, key, size, created, used, hits, deviation, frequency in sorted(found, key=lambda row: row[4])
         ]
         return max((row[0] for row in found), default=seq), uses
@@ -158,3 +166,12 @@ class FileTable:
                 "UPDATE files SET last_used = ?, hits = ?, frequency = ?, deviation = ? WHERE key = ?",
                 [(u.last_used, u.hits, u.frequency, u.deviation, key) for key, u in uses.items()],
             )
+
+
+def _parsed(meta: object) -> dict[str, str]:
+    """Of a damaged row: nothing."""
+    try:
+        found = json.loads(meta)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -8,22 +8,27 @@ import itertools
 import logging
 import os
 import re
-import sqlite3
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import BinaryIO
 
 from kvboost_rag.stores.catalog.database import DamagedDatabaseError, Database, StoreError
-from kvboost_rag.stores.catalog.rows import SCHEMA_VERSION
+from kvboost_rag.stores.catalog.schema import SCHEMA_VERSION
 from kvboost_rag.stores.disk import file_table
-from kvboost_rag.stores.disk.chunk_file import LENGTH_BYTES, header_bytes
+from kvboost_rag.stores.disk.chunk_file import LENGTH_BYTES, ChunkFileError, header_bytes
 from kvboost_rag.stores.disk.owner_lock import OwnerLock, exclusive, living_owners, remove_dead_owners
+from kvboost_rag.stores.disk.seal import Piece
+from kvboost_rag.stores.disk.spare_room import SpareRoom
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 _KEY = re.compile(r"[0-9a-f]{64}")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk."""
 
 
 class StoreFolder:
@@ -33,9 +38,13 @@ class StoreFolder:
     root/chunks/ab/abcd….safetensors
     root/staging/OWNER-N       files being written
     root/owners/OWNER.lock     held by each open store
+    root/spare                 bytes to give up when the disk is full, so that the catalog can be written to
+
+    Attributes:
+        is_full: nothing could be written when it was opened.
 
     Raises:
-        StoreError: the root cannot be made or written to.
+        StoreError: the root cannot be made or written to, for another reason than a full disk.
     """
 
     def __init__(self, root: Path) -> None:
@@ -43,17 +52,33 @@ class StoreFolder:
         self.catalog_path = root / "catalog.sqlite"
         self._chunks, self._staging, self._owners = root / "chunks", root / "staging", root / "owners"
         self._numbers = itertools.count()
+        self.spare = SpareRoom(root / "spare")
+        self.is_full = False
         try:
-            for folder in (self._chunks, self._staging):
-                folder.mkdir(parents=True, exist_ok=True)
-            self._owner = OwnerLock(self._owners)
-            probe = self.stage(b"probe")
-            probe.unlink()
+            try:
+                self._prepare()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self.spare.give_up()
+                self._prepare()
         except OSError as error:
             raise StoreError(
                 f"cannot keep chunks in {root}: {error.strerror or error}; "
                 "choose a folder that this user may write to, on a disk that is not full"
             ) from error
+
+    def _prepare(self) -> None:
+        """Make what is missing. On a full disk an existing folder can be used all the same."""
+        for folder in (self._chunks, self._staging):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._owner = OwnerLock(self._owners)
+        try:
+            self.stage([b"probe"]).unlink()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self.is_full = True
 
     @property
     def owner(self) -> str:
@@ -72,17 +97,20 @@ class StoreFolder:
         """
         if not self.catalog_path.exists():
             self._remove_log()
+        elif not self.catalog_path.is_file():
+            raise StoreError(f"the catalog {self.catalog_path} is not a regular file")
         try:
-            try:
-                return self._database()
-            except DamagedDatabaseError as error:
-                aside = self.catalog_path.with_suffix(f".damaged-{time.time_ns()}")
-                logger.error("the catalog is damaged (%s); it is kept as %s and made anew", error, aside.name)
-                self.catalog_path.rename(aside)
-                self._remove_log()
-                return self._database()
-        except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"cannot open the catalog {self.catalog_path}: {error}") from error
+            return self._database()
+        except DamagedDatabaseError as error:
+            aside = self.catalog_path.with_suffix(f".damaged-{time.time_ns()}")
+            logger.error("the catalog is damaged (%s); it is kept as %s and made anew", error, aside.name)
+            self.catalog_path.rename(aside)
+            self._remove_log()
+            return self._database()
+
+    def damaged_copies(self) -> list[Path]:
+        """Catalogs that were set aside. They hold texts: whatever deletes, removes them too."""
+        return sorted(self.root.glob("catalog.damaged-*"))
 
     def path(self, key: str) -> Path:
         """Where the file of `key` lies.
@@ -94,17 +122,17 @@ class StoreFolder:
             raise ValueError(f"key {key!r} is not a SHA-256 hex digest")
         return self._chunks / key[:2] / f"{key}{SUFFIX}"
 
-    def stage(self, data: bytes) -> Path:
-        """Write `data` to a staging file and wait until it is on the disk.
+    def stage(self, pieces: Sequence[Piece]) -> Path:
+        """Write `pieces` to a staging file, one after the other, and wait until it is on the disk.
 
         Raises:
             OSError: as writing does; nothing is left behind then.
         """
         path = self._staging / f"{self.owner}-{os.getpid()}-{next(self._numbers)}"
         try:
-            with open(path, "xb") as file:
-                file.write(data)
-                file.flush()
+            with open(path, "xb", buffering=0) as file:
+                for piece in pieces:
+                    _write_all(file.fileno(), piece)
                 os.fsync(file.fileno())
         except BaseException:
             with contextlib.suppress(OSError):
@@ -124,20 +152,48 @@ class StoreFolder:
         """Wait until the name of a published file is on the disk."""
         _sync_folder(self.path(key).parent)
 
-    def read(self, key: str) -> bytes:
-        """The file's bytes. Raises OSError as reading does."""
-        return self.path(key).read_bytes()
+    def read(self, key: str, most_bytes: int) -> bytes:
+        """The file's bytes.
+
+        Raises:
+            OSError: as reading does.
+            ChunkFileError: not a regular file (`foreign`), or larger than `most_bytes` (`corrupt`).
+        """
+        with self._open(key) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most_bytes:
+                raise ChunkFileError("corrupt", f"{size} bytes, {most_bytes} at most belong there")
+            return file.read(size)
 
     def read_head(self, key: str) -> bytes:
-        """The file's length field and JSON header. Raises OSError, or ChunkFileError where the length is absurd."""
-        with open(self.path(key), "rb") as file:
+        """The file's length field and JSON header.
+
+        Raises:
+            OSError: as reading does.
+            ChunkFileError: not a regular file (`foreign`), or the length is absurd (`corrupt`).
+        """
+        with self._open(key) as file:
             length = file.read(LENGTH_BYTES)
-            return length + file.read(header_bytes(length))
+            return length + file.read(min(header_bytes(length), os.fstat(file.fileno()).st_size))
+
+    def _open(self, key: str) -> BinaryIO:
+        """Only regular files: a pipe would be waited for, a link leads out of the folder."""
+        try:
+            descriptor = os.open(self.path(key), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise ChunkFileError("foreign", "not a regular file") from error
+            raise
+        file = os.fdopen(descriptor, "rb")
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            file.close()
+            raise ChunkFileError("foreign", "not a regular file")
+        return file
 
     def size(self, key: str) -> int | None:
         """The file's size in bytes, or None if there is none."""
         try:
-            return self.path(key).stat().st_size
+            return self.path(key).lstat().st_size
         except (OSError, ValueError):
             return None
 
@@ -145,7 +201,7 @@ class StoreFolder:
         """Delete the file; whether there was one. Raises OSError if it cannot be deleted."""
         try:
             self.path(key).unlink()
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # a key that is no hash has no file
             return False
         return True
 
@@ -174,6 +230,12 @@ class StoreFolder:
     def _remove_log(self) -> None:
         for suffix in ("-wal", "-shm"):
             Path(f"{self.catalog_path}{suffix}").unlink(missing_ok=True)
+
+
+def _write_all(descriptor: int, piece: Piece) -> None:
+    left = memoryview(piece)
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def _sync_folder(path: Path) -> None:

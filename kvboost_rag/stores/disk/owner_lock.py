@@ -20,6 +20,7 @@ class OwnerLock:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._pid = os.getpid()
         self._descriptor = -1
         while self._descriptor < 0:
             self.name = uuid.uuid4().hex
@@ -27,9 +28,10 @@ class OwnerLock:
             self._descriptor = self._acquire()
 
     def release(self) -> None:
-        """Give the name up. Calling it again does nothing."""
+        """Give the name up. Calling it again does nothing; in a forked child the name stays the parent's."""
         if self._descriptor >= 0:
-            self._path.unlink(missing_ok=True)
+            if self._pid == os.getpid():
+                self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -47,7 +49,7 @@ def remove_dead_owners(folder: Path) -> int:
     num_dead = 0
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError):  # locked: its owner lives
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

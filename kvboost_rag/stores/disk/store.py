@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import sqlite3
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvboost_rag.datamodels import ChunkRecord, StoreEntry
-from kvboost_rag.kv.keys import context_hash, encoding_context
+from kvboost_rag.kv.keys import content_hash, context_hash, encoding_context
 from kvboost_rag.stores.base import EntryInfo, Store, StoreError
 from kvboost_rag.stores.budget import DEFAULT_RATIO, disk_budget
 from kvboost_rag.stores.catalog.catalog import Catalog
+from kvboost_rag.stores.catalog.database import StoreFullError
 from kvboost_rag.stores.disk import chunk_file
 from kvboost_rag.stores.disk.account import DiskAccount
 from kvboost_rag.stores.disk.chunk_file import ChunkFileError
 from kvboost_rag.stores.disk.file_table import Reservation
-from kvboost_rag.stores.disk.folder import StoreFolder
+from kvboost_rag.stores.disk.folder import FULL, StoreFolder
+from kvboost_rag.stores.disk.seal import Piece, secret_from_environment
 from kvboost_rag.stores.eviction import EvictionPolicy, make_policy
-from kvboost_rag.stores.payload import distinct, own
+from kvboost_rag.stores.maintenance import finish_erasures
+from kvboost_rag.stores.payload import own
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ class DiskStore(Store):
         folder: made if it does not exist.
         budget_bytes: absolute, or None for `kv_cache_size_ratio` (default 0.35) of the file system's size.
         policy: name or object, see `stores.eviction.make_policy`.
-        secret: sign files with HMAC-SHA256 and serve only files signed with it; default: `KVBOOST_STORE_SECRET`.
+        secret: sign files and the catalog's records with HMAC-SHA256 and believe only what is signed with it; default:
+            `KVBOOST_STORE_SECRET`.
 
     Raises:
         StoreError: the folder cannot be used (not writable, not a folder, of a newer version).
@@ -57,10 +58,10 @@ class DiskStore(Store):
         self.folder = StoreFolder(Path(folder))
         self.budget_bytes = disk_budget(budget_bytes, kv_cache_size_ratio, self.folder.root)
         chosen = make_policy(policy)
-        self._secret = secret if secret is not None else chunk_file.secret_from_environment()
+        self._secret = secret if secret is not None else secret_from_environment()
         try:
             with self.folder.opening():
-                super().__init__(Catalog(self.folder.open_database()))
+                super().__init__(Catalog(self.folder.open_database(), self._secret))
                 self.account = DiskAccount(
                     self.folder,
                     self.catalog,
@@ -69,19 +70,31 @@ class DiskStore(Store):
                     self._pins,
                     self.stats.evictions,
                     self._lock,
+                    self._secret,
                 )
-                self.account.open()
-        except (OSError, sqlite3.Error) as error:
+                self._settle()
+        except OSError as error:
             raise StoreError(f"cannot open the store in {folder}: {error}") from error
+
+    def _settle(self) -> None:
+        """Finish what others left; on a full disk as far as that can be written, so that deleting makes room."""
+        try:
+            self.account.open()
+            finish_erasures(self)
+        except StoreFullError as error:
+            logger.warning("%s: it is opened as it is, and keeps nothing new until there is room", error)
+        else:
+            self.folder.spare.keep()
 
     def put(self, entry: StoreEntry) -> bool:
         self.folder.path(entry.key)  # refuses keys that are no hashes
         try:
-            data = self._serialise(entry)
-            reservation, reason = self.account.reserve(entry.key, len(data))
+            pieces = self._serialise(entry)
+            size = chunk_file.num_bytes(pieces)
+            reservation, reason = self.account.reserve(entry.key, size)
             if reservation is not None:
-                self._write(entry, data, reservation)
-        except (OSError, sqlite3.Error, StoreError) as error:
+                reason = self._write(entry, pieces, size, reservation)
+        except (OSError, StoreError) as error:
             reason = _io_reason(error)
             if reason == "disk_full":
                 self._free_log()
@@ -112,7 +125,7 @@ class DiskStore(Store):
 
     @property
     def bytes_held(self) -> Mapping[str, int]:
-        return {"disk": self.account.table.total_bytes()}
+        return {"disk": self.account.table.held_bytes()}
 
     def touch(self, key: str) -> None:
         self.account.note_use(key)
@@ -121,11 +134,29 @@ class DiskStore(Store):
         self.account.note_deviation(key, deviation)
 
     def flush(self) -> None:
-        """Write use counts down. Entries are durable when `put` returns."""
+        """Write use counts down, and give back room set aside. Entries are durable when `put` returns."""
+        if self.is_inherited:
+            return
         self.account.save_uses()
+        try:
+            self.account.release_allowance()
+        except StoreError as error:  # somebody opens the folder later and finds that we are gone
+            logger.debug("room in %s is not given back: %s", self.folder.root, error)
+
+    def wipe(self) -> bool:
+        for path in self.folder.damaged_copies():
+            path.unlink(missing_ok=True)
+        return super().wipe()
+
+    def free_room(self, keys: Iterable[str]) -> None:
+        self.folder.spare.give_up()
+        for key in keys:
+            self.folder.remove(key)
+        self._free_log()
 
     def close(self) -> None:
-        super().close()
+        if not self.is_inherited:
+            super().close()
         self.folder.close()
 
     def load(self, key: str) -> tuple[StoreEntry | None, str | None]:
@@ -159,13 +190,16 @@ class DiskStore(Store):
                 return None, "io_error"
 
     def read(self, key: str) -> StoreEntry:
-        """The entry in a file, verified; counts nothing and changes nothing.
+        """The entry in a file, verified; counts nothing and changes nothing. No more is read than belongs there.
 
         Raises:
             OSError: the file cannot be read.
             ChunkFileError: it is not a whole chunk file of this key (a ValueError, as for keys that are no hashes).
         """
-        entry, _ = chunk_file.load(self.folder.read(key), self._secret)
+        most_bytes = self.account.table.bytes_of(key)
+        if most_bytes is None or most_bytes != self.folder.size(key):  # perhaps just replaced by another process
+            most_bytes = chunk_file.read_head(self.folder.read_head(key), self._secret)[1]
+        entry, _ = chunk_file.load(self.folder.read(key, min(most_bytes, self.budget_bytes)), self._secret)
         if entry.key != key:
             raise ChunkFileError("swapped", f"holds {entry.key[:16]}")
         return entry
@@ -173,12 +207,17 @@ class DiskStore(Store):
     def _on_hit(self, entry: StoreEntry) -> None:
         self.account.note_use(entry.key)
 
-    def _serialise(self, entry: StoreEntry) -> bytes:
+    def _serialise(self, entry: StoreEntry) -> list[Piece]:
         """The file's bytes, with the chunk's catalog record if that is what the entry was encoded from."""
-        entry = own(entry)
-        entry = replace(entry, tensors=distinct(entry.tensors))
         record, tokens = self._record_of(entry)
-        return chunk_file.dump(entry, time.time(), record, tokens, self._secret)
+        return chunk_file.dump(own(entry), time.time(), record, tokens, self._secret)
+
+    def _is_wanted(self, entry: StoreEntry) -> bool:
+        """Whether it is not KV of a chunk that was deleted, or given another context, while it was being computed."""
+        if self.catalog.get(entry.key) is not None:
+            return self._record_of(entry)[0] is not None
+        is_chunk = content_hash(entry.fingerprint, entry.namespace, entry.token_ids) == entry.key
+        return not is_chunk or entry.key not in self.catalog.erasures
 
     def _record_of(self, entry: StoreEntry) -> tuple[ChunkRecord | None, tuple[tuple[int, ...], ...]]:
         """The chunk's record and its neighbours' token ids, unless it was given another context since."""
@@ -192,13 +231,20 @@ class DiskStore(Store):
         context = encoding_context(record, tokens)
         return (record, tokens) if context_hash(context) == entry.context_hash else (None, ())
 
-    def _write(self, entry: StoreEntry, data: bytes, reservation: Reservation) -> None:
-        """Write and publish a file under its reservation. Raises OSError or sqlite3.Error, the account still exact."""
+    def _write(self, entry: StoreEntry, pieces: list[Piece], num_bytes: int, reservation: Reservation) -> str | None:
+        """Write and publish a file under its reservation, or say why not (`context`).
+
+        Raises:
+            OSError, StoreError: it could not be written; the account is exact all the same.
+        """
         staged = None
         try:
-            staged = self.folder.stage(data)
-            self.account.publish(staged, _info_of(entry, len(data)), reservation)
-            self.folder.sync(entry.key)
+            staged = self.folder.stage(pieces)
+            info = _info_of(entry, num_bytes)
+            refused = self.account.publish(staged, info, reservation, lambda: self._is_wanted(entry))
+            if refused is None:
+                self.folder.sync(entry.key)
+            return refused
         except BaseException:
             if staged is not None:
                 staged.unlink(missing_ok=True)
@@ -208,27 +254,33 @@ class DiskStore(Store):
     def _try_drop(self, key: str, reason: str) -> None:
         try:
             self.account.drop(key, reason)
-        except (sqlite3.Error, StoreError) as error:
+        except StoreError as error:
             self._warn_once(key, "undeletable", "%s cannot be removed: %s", key[:16], error)
 
     def _free_log(self) -> None:
         """Give the space of the write-ahead log back where the disk is full, so that rows can be written again."""
         try:
             self.catalog.database.wipe_log()
-        except sqlite3.Error as error:
+        except StoreError as error:
             logger.debug("the log of %s cannot be emptied: %s", self.folder.root, error)
 
 
 def _info_of(entry: StoreEntry, num_bytes: int) -> EntryInfo:
-    now = time.time()
-    num_tokens = len(entry.token_ids)
-    return EntryInfo(entry.key, entry.namespace, entry.fingerprint, num_tokens, num_bytes, now, now, entry.meta)
+    now, num_tokens = time.time(), len(entry.token_ids)
+    return EntryInfo(
+        entry.key,
+        entry.namespace,
+        entry.fingerprint,
+        num_tokens,
+        num_bytes,
+        now,
+        now,
+        entry.meta,
+        entry.context_hash,
+    )
 
 
 def _io_reason(error: Exception) -> str:
     """A short name for a failed write."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "disk_full"
-    if isinstance(error, sqlite3.Error) and "full" in str(error):
-        return "disk_full"
-    return "io_error"
+    full = isinstance(error, StoreFullError) or (isinstance(error, OSError) and error.errno in FULL)
+    return "disk_full" if full else "io_error"
