@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from kvboost_rag.chunks.served import ServedPrompt
-from kvboost_rag.config import ConfigError, GenerationParams
+from kvboost_rag.config import GenerationParams
 from kvboost_rag.forward.row_forward import RowPass, row_forward, row_pass
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 from kvboost_rag.models.unwrap import input_device
 from kvboost_rag.prompt.detokenize import Detokenizer, StopMatcher
 from kvboost_rag.prompt.tokens import PromptTokens
+from kvboost_rag.serving.callers import blaming_callers, callables
+from kvboost_rag.serving.generation_settings import call_settings, only_these, replaced_settings
 
-GENERATE_OBJECTS = ("logits_processor", "prefix_allowed_tokens_fn")
+logger = logging.getLogger(__name__)
 
 
 class ContextOverflowError(ValueError):
@@ -60,6 +62,8 @@ class Decoder:
         self.model = model
         self.tokens = tokens
         self.eos_token_ids = tuple(eos_token_ids)
+        if replaced := replaced_settings(model.generation_config):
+            logger.warning("not taken over from the model's generation config: %s", "; ".join(replaced))
 
     def run(
         self,
@@ -76,21 +80,21 @@ class Decoder:
             on_token: called after each token.
             cancelled: checked after each token.
         """
-        watch = _Watch(self.tokens, params.stop, self._end_ids(params), (on_text, on_token), cancelled)
-        extra = dict(params.extra or {})
-        criteria = [watch, *extra.pop("stopping_criteria", ())]
-        kwargs: dict[str, Any] = {name: extra.pop(name) for name in GENERATE_OBJECTS if name in extra}
-        kwargs["generation_config"] = self._generation_config(params, extra)
+        settings = call_settings(self.model, params, self._end_ids(params))
+        watch = _Watch(self.tokens, settings.stop, self._end_ids(params), (on_text, on_token), cancelled)
+        criteria = StoppingCriteriaList([watch, *settings.criteria])
+        kwargs = settings.objects | {"generation_config": settings.config, "stopping_criteria": criteria}
         if prompt.cache is not None:
             kwargs[cache_argument(self.model)] = prompt.cache
         ids = prompt_tensor(self.model, prompt.token_ids)
-        with self._final_pass(prompt, ids) as rows, _seeded(params.seed, input_device(self.model)):
-            self.model.generate(
-                ids[None],
-                attention_mask=torch.ones_like(ids)[None],
-                stopping_criteria=StoppingCriteriaList(criteria),
-                **kwargs,
-            )
+        own = (*settings.criteria, *callables(settings.objects))
+        with (
+            self._final_pass(prompt, ids) as rows,
+            _seeded(params.seed, input_device(self.model)),
+            only_these(self.model, settings.config),
+            blaming_callers(self.model, own),
+        ):
+            self.model.generate(ids[None], attention_mask=torch.ones_like(ids)[None], **kwargs)
         return watch.finish(params.max_new_tokens), rows
 
     @torch.no_grad()
@@ -122,36 +126,6 @@ class Decoder:
 
     def _end_ids(self, params: GenerationParams) -> tuple[int, ...]:
         return tuple(dict.fromkeys((*self.eos_token_ids, *params.stop_token_ids)))
-
-    def _generation_config(self, params: GenerationParams, extra: dict[str, Any]) -> GenerationConfig:
-        config = copy.deepcopy(self.model.generation_config)
-        settings: dict[str, Any] = {
-            "max_new_tokens": params.max_new_tokens,
-            "max_length": None,
-            "do_sample": params.do_sample and params.temperature != 0,
-            "num_beams": 1,
-            "return_dict_in_generate": False,
-            "eos_token_id": list(self._end_ids(params)) or None,
-            "pad_token_id": config.pad_token_id if config.pad_token_id is not None else self._pad_token_id(),
-        }
-        sampling = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "repetition_penalty": params.repetition_penalty,
-        }
-        settings |= {k: v for k, v in sampling.items() if v is not None}
-        if not settings["do_sample"]:
-            settings |= {"temperature": None, "top_p": None, "top_k": None}
-        if extra.get("num_beams", 1) != 1 or extra.get("num_return_sequences", 1) != 1:
-            raise ConfigError("one answer a call and no beam search: num_beams and num_return_sequences must be 1")
-        if unknown := sorted(name for name in extra if not hasattr(config, name)):
-            raise ConfigError(f"unknown generation parameter {', '.join(unknown)}")
-        config.update(**(settings | extra))
-        return config
-
-    def _pad_token_id(self) -> int:
-        return self.eos_token_ids[0] if self.eos_token_ids else 0
 
 
 class _Watch(StoppingCriteria):  # type: ignore[misc]

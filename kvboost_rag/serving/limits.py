@@ -14,8 +14,15 @@ if TYPE_CHECKING:
 
 
 def context_tokens(model: PreTrainedModel) -> int | None:
-    """Tokens that prompt and answer may have together, or None where the model does not say."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Tokens that prompt and answer may have together, or None where the model does not say: one whose frequencies
+    stretch with the prompt (dynamic NTK) answers at any length.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {p.get("rope_type") for p in (rope, *rope.values()) if isinstance(p, dict)}
+    if "dynamic" in kinds:
+        return None
+    limit = getattr(config, "max_position_embeddings", None)
     return int(limit) if limit else None
 
 

@@ -16,6 +16,7 @@ from kvboost_rag.chunks.served import ServedPrompt
 from kvboost_rag.config import ConfigError, ResolvedConfig
 from kvboost_rag.datamodels import GenerationResult
 from kvboost_rag.observe.timing import StageClock, gpus_of
+from kvboost_rag.serving.callers import CallersError, NothingComputed, as_they_were_raised
 from kvboost_rag.serving.decode import Decoder
 from kvboost_rag.serving.faults import Faults
 from kvboost_rag.serving.limits import answer_room
@@ -128,7 +129,7 @@ class Server:
     def _decode(
         self, prompt: ServedPrompt, request: Request, channel: tuple[OnText, threading.Event], clock: StageClock
     ) -> GenerationResult:
-        """Generate; a fault before the first token is answered by plain prefill."""
+        """Generate; a fault before the first token is answered by plain prefill, unless it is the caller's."""
         on_text, cancelled = channel
 
         def run(prompt: ServedPrompt) -> GenerationResult:
@@ -137,6 +138,10 @@ class Server:
 
         try:
             result = run(prompt)
+        except NothingComputed as raised:
+            return self._decide(raised.error, run, prompt, request.config)
+        except CallersError as raised:
+            raise raised.error from None
         except Exception as error:
             if prompt.cache is None or clock.ttft_ms is not None or isinstance(error, ConfigError):
                 raise
@@ -145,7 +150,23 @@ class Server:
             self.pipeline.recycle(prompt)
             return result
         # Behind the handler: until then the error's traceback keeps all that the failed forward had computed.
-        return run(prompt.plain(reason))
+        with as_they_were_raised():
+            return run(prompt.plain(reason))
+
+    def _decide(
+        self,
+        error: Exception,
+        run: Callable[[ServedPrompt], GenerationResult],
+        prompt: ServedPrompt,
+        config: ResolvedConfig,
+    ) -> GenerationResult:
+        """Before the model ran: the caller's settings if plain prefill fails too, else a fault of reuse."""
+        if prompt.cache is None or config.strict:
+            raise error from None
+        with as_they_were_raised():
+            result = run(prompt.plain(f"{type(error).__name__}: {error}"))
+        self.faults.note(error, config)
+        return result
 
     def _note_deviations(self, result: GenerationResult) -> None:
         """Tell eviction how much each chunk depends on what stands around it."""
