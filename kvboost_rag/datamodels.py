@@ -148,7 +148,7 @@ class EntryCheck:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one call. `input_tokens` = cached + recomputed + prefilled."""
+    """Token counts of one call: `input_tokens` = cached + recomputed + prefilled; cached = exact + approximate."""
 
     input_tokens: int
     cached_tokens: int
@@ -158,6 +158,12 @@ class Usage:
     """Document and prefix tokens whose KV was computed during this call before the prompt was assembled, and stored
     except for donor hits (part of `cached_tokens` for documents: they are used like hits afterwards)."""
     output_tokens: int
+    exact_tokens: int = 0
+    """Tokens whose KV was stored as full prefill gives it."""
+    approximate_tokens: int = 0
+    """Document tokens whose KV was taken from their chunks as it is."""
+    probe_rows: int = 0
+    """Rows that repair forwarded only to choose what to recompute, such as the suffix pass of `query`."""
 
 
 @dataclass(frozen=True)

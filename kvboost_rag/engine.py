@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvboost_rag.chunks.lookup import Messages, document_texts
@@ -18,6 +17,7 @@ from kvboost_rag.observe.metrics import Metrics
 from kvboost_rag.parts import ModelParts, Settings, build
 from kvboost_rag.repair import RepairStrategy
 from kvboost_rag.serving.limits import context_tokens
+from kvboost_rag.serving.session import Session, whole
 from kvboost_rag.serving.stats import EngineStats
 from kvboost_rag.serving.worker import Stream
 
@@ -121,13 +121,7 @@ class KVBoost(ModelParts):
 
     def generate(self, prompt: str | Messages, **options: Any) -> GenerationResult:
         """The whole answer to a prompt and how it came about; see `stream` for the options."""
-        result = None
-        with closing(self.stream(prompt, **options)) as events:  # Ctrl-C here stops the generation as well
-            for event in events:
-                result = event.result
-        if result is None:
-            raise RuntimeError("the request ended without a result")
-        return result
+        return whole(self.stream(prompt, **options))
 
     def stream(
         self,
@@ -170,9 +164,12 @@ class KVBoost(ModelParts):
         """What the model runs on where that is not a profile it passed; None if that was said already."""
         return self._parts.service.notice.take()
 
+    def session(self, messages: Messages = (), **options: Any) -> Session:
+        """A conversation whose turns reuse what the turns before them left; options as in `stream`."""
+        return Session(self.stream, messages, **options)
+
     def evict(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
-        """Forget documents: their text, their KV in every tier, and exact blocks, which may hold their tokens. Returns
-        how many were known."""
+        """Forget documents: text, KV in every tier, exact blocks that may hold them. Returns how many were known."""
         texts, namespace = document_texts(documents), self.config.namespace_or_own(namespace)
         return self._parts.variants.resting.warmer.evict(texts, namespace)
 
@@ -182,15 +179,18 @@ class KVBoost(ModelParts):
 
     def stats(self) -> EngineStats:
         """Counters and bytes held; cheap."""
-        return EngineStats.of(self._parts.faults, self.store, self.shadow)
+        return EngineStats.of(self._parts.faults, self.store, self.shadow, self._parts.service.settler.num_tokens)
 
     def finish_background(self) -> None:
-        """Wait until the work that was left for later is done: KV of chunks that a donor stood in for."""
-        self._parts.later.wait()
+        """Wait until turns are settled, and what donors stood in for is encoded."""
+        self._parts.service.wait()
+
+    def stop_settling(self) -> int:
+        """Leave served turns as far as they are settled; returns how many were not done."""
+        return self._parts.service.settler.cancel()
 
     def close(self) -> None:
-        """Finish the running request, drop queued ones, flush and close the store. Closing twice does nothing, and
-        neither does closing in a forked child, where all that is the parent's."""
+        """Finish the running request, drop queued ones, close the store. Does nothing twice, or in a forked child."""
         self._parts.close()
 
     def __enter__(self) -> KVBoost:

@@ -31,6 +31,7 @@ from kvboost_rag.serving.decode import Decoder
 from kvboost_rag.serving.faults import Faults
 from kvboost_rag.serving.requests import RequestMaker
 from kvboost_rag.serving.service import Service
+from kvboost_rag.serving.settling import Settler
 from kvboost_rag.serving.variant_maker import VariantMaker
 from kvboost_rag.serving.variants import Variant, Variants
 from kvboost_rag.serving.worker import Worker
@@ -80,6 +81,7 @@ class Parts:
             return
         self.shadow.close()
         self.later.close()
+        self.service.settler.close()
         if self.worker.close():
             self.store.close()
 
@@ -152,7 +154,8 @@ def build(loaded: LoadedModel, settings: Settings) -> Parts:
     variants = maker.variants(watch)
     wanted = settings.profile == "auto" and variants.resting.probe.reusable
     notice = ProfileNotice(profile, fingerprint, loaded.name, wanted)
-    service = Service(variants, worker, Afterwards(variants, worker, metrics, shadow, later), notice)
+    settler = Settler(variants, worker, metrics)
+    service = Service(variants, worker, Afterwards(variants, worker, metrics, shadow, later), notice, settler)
     chosen, kept = (profile, config, encoding, tokens), (store, metrics, faults)
     return Parts(*chosen, *kept, worker, shadow, later, requests, variants, service)
 

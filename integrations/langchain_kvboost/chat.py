@@ -18,6 +18,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from kvboost_rag.adapters.aio import iterate
 from kvboost_rag.adapters.result_summary import usage_dict
+from kvboost_rag.adapters.reuse_settings import settles
 from kvboost_rag.adapters.tool_choice import chosen_tools
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from langchain_kvboost.messages import carried_documents, document_hints, template_messages
@@ -165,6 +166,7 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
     ) -> Generator[StreamEvent, None, None]:
         call = kwargs | {"tools": _offered(kwargs.get("tools"), kwargs.get("tool_choice"))}
         documents = document_hints(call.pop("documents", None)) + carried_documents(messages)
+        call["settle"] = settles(self.engine, call.get("settle", self.settle))
         return self._events(template_messages(messages), stop, documents, call, cancelled)
 
     def _chat_result(self, result: GenerationResult | None, kwargs: dict[str, Any]) -> ChatResult:

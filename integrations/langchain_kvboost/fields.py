@@ -48,6 +48,8 @@ class KVBoostFields(BaseModel):
     """Share of document tokens to recompute, 0…1; default 0.05."""
     neighbours: int | None = Field(default=None, ge=0)
     """Similar chunks that warmer and vector store encode a chunk behind; default: `EncodingConfig.neighbours` (4)."""
+    settle: bool | None = None
+    """Recompute served turns while nobody waits, so that the next turn starts from exact KV; default: on in chats."""
     namespace: str | None = None
     """Whose documents: those of one are never used for another; default: the engine's."""
     strict: bool = False

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvboost_rag.datamodels import StreamEvent
     from kvboost_rag.engine import KVBoost
 
-_REUSE = ("reuse", "repair", "recompute_ratio", "namespace", "strict")
+_REUSE = ("reuse", "repair", "recompute_ratio", "settle", "namespace", "strict")
 _DECODING = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
 _NOT_FOR_DECODING = ("tool_choice", "parallel_tool_calls", "stream", "structured_output_format")
 
@@ -150,9 +150,8 @@ class KVBoostParameters(KVBoostFields):
         settings = own | {name: value for name, value in call.items() if value is not None}
         check_reuse(settings)
         # An empty namespace and strict=False leave the engine's own settings as they are.
-        return {
-            name: value for name, value in settings.items() if value is not None and value is not False and value != ""
-        }
+        unsaid = {"strict": False, "namespace": ""}
+        return {name: value for name, value in settings.items() if value not in (None, unsaid.get(name))}
 
     @property
     def _own_decoding(self) -> dict[str, Any]:

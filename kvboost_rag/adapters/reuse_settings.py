@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.config import ReuseConfig
+
+if TYPE_CHECKING:
+    from kvboost_rag.engine import KVBoost
 
 
 def check_reuse(settings: Mapping[str, Any]) -> None:
@@ -22,3 +25,8 @@ def check_reuse(settings: Mapping[str, Any]) -> None:
         from kvboost_rag.repair import strategy_named
 
         strategy_named(config.repair)
+
+
+def settles(engine: KVBoost, own: bool | None) -> bool:
+    """Whether a chat's turns are settled: as the call or the class says, else the engine, else yes."""
+    return engine.config.settle is not False if own is None else own

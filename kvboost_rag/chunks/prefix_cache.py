@@ -7,7 +7,7 @@ rows: with the model's own attention the mask over what stands in front would co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -77,10 +77,14 @@ class PrefixCache:
         return buffer.length
 
     def fill(self, cache: BufferCache, token_ids: Sequence[int], namespace: str) -> int:
-        """Compute the blocks behind `buffer.length` and store them; returns the number of tokens computed.
+        """Compute the blocks after `buffer.length` and store them; returns the number of tokens computed.
 
         `token_ids` is what was given to `load`.
         """
+        return sum(self.steps(cache, token_ids, namespace))
+
+    def steps(self, cache: BufferCache, token_ids: Sequence[int], namespace: str) -> Iterator[int]:
+        """`fill`, one block a step; yields the number of tokens that each computed."""
         buffer, start = cache.buffer, cache.buffer.length
         tokens = torch.tensor(token_ids, device=input_device(self.model))
         end = 0
@@ -92,7 +96,7 @@ class PrefixCache:
             with torch.no_grad():
                 observe_rows(self.model, buffer, tokens[:end], RowPlan(torch.arange(first, end)))
             self._put(key, preceding, ids, namespace, buffer.read(first, end))
-        return buffer.length - start
+            yield len(ids)
 
     def _put(self, key: str, preceding: str, ids: tuple[int, ...], namespace: str, kv: ChunkKV) -> None:
         # Never quantised: an exact hit must give the bits that the forward gave.

@@ -19,12 +19,14 @@ class ServedSegment:
         record: the chunk that a document is, None for everything else.
         chunk: its KV, once it was fetched.
         exact: its KV is stored as full prefill gave it.
+        settled: a document in a part of the prompt that is served exactly, whatever its chunk is like.
     """
 
     segment: Segment
     record: ChunkRecord | None = None
     chunk: FetchedChunk | None = None
     exact: bool = False
+    settled: bool = False
 
     @property
     def kind(self) -> SegmentKind:
@@ -79,8 +81,8 @@ class ServedPrompt:
 
     @property
     def documents(self) -> list[ServedSegment]:
-        """Segments with a chunk behind them."""
-        return [s for s in self.segments if s.record is not None]
+        """Segments that are served from their chunks."""
+        return [s for s in self.segments if s.record is not None and not s.settled]
 
     @property
     def num_document_tokens(self) -> int:
@@ -89,10 +91,16 @@ class ServedPrompt:
     def of_kind(self, *kinds: SegmentKind) -> list[ServedSegment]:
         return [s for s in self.segments if s.kind in kinds]
 
+    def settled_until(self, end: int) -> ServedPrompt:
+        """With all documents that end by then served exactly."""
+        segments = tuple(replace(s, settled=s.settled or s.end <= end) for s in self.segments)
+        return replace(self, segments=segments)
+
     def with_chunks(self, fetched: Mapping[str, FetchedChunk]) -> ServedPrompt:
         """With the KV of its documents, by content hash."""
         segments = tuple(
-            s if s.record is None else replace(s, chunk=fetched[s.record.content_hash]) for s in self.segments
+            s if s.record is None or s.settled else replace(s, chunk=fetched[s.record.content_hash])
+            for s in self.segments
         )
         return replace(self, segments=segments)
 

@@ -29,8 +29,9 @@ class ReuseConfig:
     else the default given here.
 
     Attributes:
-        reuse: `blend` (default): chunk KV for documents, exact hits for the prefix only. `exact`: a prefix cache
-            over the whole prompt that never approximates. `off`: plain model. `KVBOOST_DISABLE=1` forces `off`.
+        reuse: `blend` (default): chunk KV for documents, an exact prefix cache for what stands before them and for
+            prompts without any. `exact`: a prefix cache over the whole prompt that never approximates. `off`: plain
+            model. `KVBOOST_DISABLE=1` forces `off`.
         repair: name of a strategy in `repair.STRATEGIES`, which is where names are looked up (before a request is
             queued); default `query` (`KVBOOST_RECOMPUTE_STRATEGY`).
         recompute_ratio: share of document tokens to recompute, 0…1, default 0.05.
@@ -48,6 +49,8 @@ class ReuseConfig:
             afterwards: the first answer about an edited document may differ from the later ones.
         adapter: the adapter of the model (or several) that is active for a call; `()`: none, the base model; None: as
             the model stands. Each has KV of its own.
+        settle: True: the prompt is a turn of a conversation. It is recomputed exactly while nobody waits, and the turns
+            that follow are served from exact KV of all that was said. None: on in sessions and chat classes, else off.
         namespace: whose chunks are found (a tenant's, say). Enters every key; never taken from prompt text.
         strict: raise on a fault in reuse instead of falling back to plain prefill.
         shadow_rate: share of the requests served with `blend`, 0…1, that are compared with full prefill afterwards
@@ -67,6 +70,7 @@ class ReuseConfig:
     disk_load: DiskLoad = "measured"
     donors: bool | None = None
     adapter: str | tuple[str, ...] | None = None
+    settle: bool | None = None
     namespace: str = ""
     strict: bool = False
     shadow_rate: float = 0.0
@@ -85,9 +89,10 @@ class ReuseConfig:
         check_range("tau_recompute", self.tau_recompute, self.tau_reuse, None)
         if self.top_k is not None:
             check_count("top_k", self.top_k, 0, "rows per chunk")
-        if self.donors is not None:
-            check_flag("donors", self.donors)
         object.__setattr__(self, "adapter", check_adapter(self.adapter))
+        for name in ("donors", "settle"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
         check_namespace(self.namespace)
         if self.top_k is not None and self.deviation_threshold is not None:
             raise ConfigError("top_k and deviation_threshold are alternatives; set one of them")
@@ -164,6 +169,7 @@ class ReuseConfig:
             shadow_max_kl=self.shadow_max_kl,
             disk_load=self.disk_load,
             donors=env_flag(env, "KVBOOST_DONORS") if self.donors is None else self.donors,
+            settle=bool(self.settle),
             repair_options=default.repair_options if own else {},
         )
 
@@ -195,4 +201,5 @@ class ResolvedConfig:
     shadow_max_kl: float | None = None
     disk_load: DiskLoad = "measured"
     donors: bool = False
+    settle: bool = False
     repair_options: Mapping[str, Any] = field(default_factory=dict)

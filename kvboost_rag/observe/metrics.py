@@ -96,6 +96,10 @@ class Metrics(Recorder):
             self._agreements.append(agreement)
             self._families.shadow_agreement.set(sum(self._agreements) / len(self._agreements))
 
+    def record_settled(self, num_tokens: int) -> None:
+        """Count tokens of served turns that were recomputed while the engine was idle."""
+        self._families.settled.inc(num_tokens)
+
     def watch(self, store: Store) -> None:
         """Export a store's bytes, lookups and evictions, read whenever metrics are scraped."""
         self._families.stores.add(store)
@@ -149,6 +153,7 @@ class _Families:
         self.misses = p.Counter("kvboost_cache_misses", "Documents computed in the request", ["model", "strategy"], **r)
         self.recomputed = p.Counter("kvboost_recompute_tokens", "Document tokens recomputed", ["strategy"], **r)
         self.reused = p.Counter("kvboost_reused_tokens", "Tokens taken from the store and not recomputed", **r)
+        self.settled = p.Counter("kvboost_settled_tokens", "Tokens recomputed exactly while idle", **r)
         self.fallbacks = p.Counter("kvboost_fallbacks", "Requests served by plain prefill", ["reason"], **r)
         self.refused = p.Counter(
             "kvboost_quant_refused", "Chunks stored unquantised: error too large", ["setting"], **r

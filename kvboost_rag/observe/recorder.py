@@ -25,5 +25,8 @@ class Recorder:
     def record_shadow(self, kl: float, agreement: float) -> None:
         """One comparison of a served answer with full prefill: mean KL in nats, share of agreeing tokens."""
 
+    def record_settled(self, num_tokens: int) -> None:
+        """Tokens of served turns that were recomputed while the engine was idle."""
+
     def watch(self, store: Store) -> None:
         """A store whose bytes, lookups and evictions are of interest."""

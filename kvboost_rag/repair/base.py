@@ -93,10 +93,12 @@ class RepairPlan:
 
     Attributes:
         row_plan: rows of the final pass.
+        probe_rows: rows that were forwarded to choose them, in passes of their own.
         deviations: asked after the final pass; mean deviation of each document at the probe layer, or None.
     """
 
     row_plan: RowPlan
+    probe_rows: int = 0
     deviations: Callable[[], tuple[float, ...] | None] = not_measured
 
 

@@ -41,7 +41,7 @@ class CacheBlendRepair(RepairStrategy):
         rows = context.with_fresh(context.document_rows)
         last = context.buffer.layout.num_layers - 1
         keep = _KeepDeviating(min(self.probe_layer, last), self.score, context)
-        return RepairPlan(RowPlan(rows, keep), lambda: keep.per_chunk)
+        return RepairPlan(RowPlan(rows, keep), deviations=lambda: keep.per_chunk)
 
 
 class _KeepDeviating(DeviationProbe):

@@ -48,7 +48,9 @@ class QueryRepair(RepairStrategy):
             scores = scores * context.known_sensitivity.sqrt()
         chosen = choose(scores, context, deviation)
         per_chunk = None if deviation is None else context.means(deviation)
-        return RepairPlan(RowPlan(context.with_fresh(context.document_rows[chosen])), lambda: per_chunk)
+        rows = context.with_fresh(context.document_rows[chosen])
+        probe_rows = len(context.fresh_rows) + (0 if deviation is None else context.num_document_tokens)
+        return RepairPlan(RowPlan(rows), probe_rows, lambda: per_chunk)
 
     def _measure(self, context: RepairContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention mass per position, `[prompt_len]`, and deviation per document token where asked for."""

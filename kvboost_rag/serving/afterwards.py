@@ -39,6 +39,10 @@ class Afterwards:
         for key in {s.content_hash for s in result.segments if s.hit is HitKind.DONOR and s.content_hash}:
             self._later.offer(key, partial(self._encode_now, request, key))
 
+    def wait(self) -> None:
+        """Until the KV of what donors stood in for is there."""
+        self._later.wait()
+
     def _encode_now(self, request: Request, content_hash: str) -> None:
         def encode(variant: Variant) -> None:
             record = variant.registry.store.catalog.get(content_hash)

@@ -13,6 +13,7 @@ from kvboost_rag.chunks.donors import Donors
 from kvboost_rag.chunks.fetched import FetchedChunk
 from kvboost_rag.chunks.prefix_cache import PrefixCache
 from kvboost_rag.chunks.served import ServedPrompt, ServedSegment
+from kvboost_rag.chunks.turns import ServedTurns
 from kvboost_rag.config import ResolvedConfig
 from kvboost_rag.datamodels import ChunkRecord, DiskChoice, HitKind, SegmentKind
 from kvboost_rag.forward.probe import ProbeReport
@@ -23,6 +24,7 @@ from kvboost_rag.models.hf_cache import BufferCache
 from kvboost_rag.observe.timing import StageClock
 from kvboost_rag.repair import RepairContext
 from kvboost_rag.serving.decode import prompt_tensor
+from kvboost_rag.serving.history import past, past_tokens
 from kvboost_rag.serving.requests import Request
 
 logger = logging.getLogger(__name__)
@@ -52,13 +54,16 @@ class Pipeline(PlainPrefill):
 
     reusable = True
 
-    def __init__(self, model: PreTrainedModel, probe: ProbeReport, donors: Donors, prefixes: PrefixCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, probe: ProbeReport, donors: Donors, prefixes: PrefixCache, turns: ServedTurns
+    ) -> None:
         self.model = model
         self.layout = probe.require_layout
         self.max_positions = probe.max_positions
         self.fetcher = donors.fetcher
         self.donors = donors
         self.prefixes = prefixes
+        self.turns = turns
         self.buffers = BufferPool(self.layout)
         self._tables: PositionTables | None = None
 
@@ -78,7 +83,22 @@ class Pipeline(PlainPrefill):
             return prompt.plain(f"the model's RoPE is constant up to {limit} positions only")
         if reuse == "exact":
             return self.exact(prompt, request.config.namespace, room, clock)
-        return self.blend(prompt, request, room, clock) if prompt.documents else prompt
+        prompt = self._settled(prompt, request)
+        if prompt.documents:
+            return self.blend(prompt, request, room, clock)
+        short = not self.prefixes.whole(len(prompt.token_ids) - 1)
+        return prompt if short else self.exact(prompt, request.config.namespace, room, clock)
+
+    def _settled(self, prompt: ServedPrompt, request: Request) -> ServedPrompt:
+        """Documents of earlier turns are served exactly, in a conversation whose turns were served here.
+
+        That depends on the messages and on which turns were served, not on what is stored of them.
+        """
+        if not (request.config.settle and prompt.documents and past(request.prompt)):
+            return prompt
+        before = past_tokens(self.fetcher.registry, request, prompt.token_ids)
+        known = self.turns.reach(prompt.token_ids, request.config.namespace)
+        return prompt.settled_until(next((end for end in known if end <= before), 0))
 
     def exact(self, prompt: ServedPrompt, namespace: str, room: int, clock: StageClock) -> ServedPrompt:
         """A prefix cache over the whole prompt. Whole blocks are found and stored; the rest is left to decoding."""
@@ -92,20 +112,19 @@ class Pipeline(PlainPrefill):
         )
 
     def blend(self, prompt: ServedPrompt, request: Request, room: int, clock: StageClock) -> ServedPrompt:
-        """Exact hits for the prefix, chunk KV for documents, repair of the rows that the strategy chooses."""
+        """Exact KV up to the first document, chunk KV for documents, repair of the rows that the strategy chooses."""
         config = request.config
         prompt = self._fetch(prompt, config, clock)
         cache = BufferCache(self.buffers.take(len(prompt.token_ids) + room))
-        prefix = tuple(i for s in prompt.of_kind(SegmentKind.PREFIX) for i in s.segment.token_ids)
-        loaded, created = self._fill(cache, prefix, config.namespace, clock)
+        first = prompt.documents[0].start
+        loaded, created = self._fill(cache, prompt.token_ids[:first], config.namespace, clock)
         self._assemble(prompt, cache.buffer)
         clock.lap("realign_ms")
         plan = request.strategy.plan(self._context(prompt, cache.buffer, config))
         clock.lap("repair_ms")
-        whole = loaded == len(prefix)
         return replace(
             prompt,
-            segments=tuple(replace(s, exact=whole and s.kind is SegmentKind.PREFIX) for s in prompt.segments),
+            segments=tuple(replace(s, exact=s.end <= loaded) for s in prompt.segments),
             reuse="blend",
             cache=cache,
             plan=plan,
@@ -160,7 +179,7 @@ class Pipeline(PlainPrefill):
 
     def _context(self, prompt: ServedPrompt, buffer: KVBuffer, config: ResolvedConfig) -> RepairContext:
         last = torch.tensor([len(prompt.token_ids) - 1])  # gives the first token's logits, whatever it belongs to
-        fresh = _rows(prompt.of_kind(SegmentKind.TEXT, SegmentKind.SUFFIX))
+        fresh = _rows([s for s in prompt.segments if s.start >= prompt.documents[0].start and s.chunk is None])
         question = _rows(prompt.of_kind(SegmentKind.SUFFIX))
         return RepairContext(
             model=self.model,

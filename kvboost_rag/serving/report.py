@@ -44,9 +44,9 @@ def _recomputed_rows(prompt: ServedPrompt, rows: RowPass | None) -> tuple[int, .
 
 
 def _usage(prompt: ServedPrompt, num_recomputed: int, num_output: int) -> Usage:
-    total, cached = len(prompt.token_ids), prompt.exact_tokens
-    if prompt.plan is not None:
-        cached += prompt.num_document_tokens - num_recomputed
+    total, plan = len(prompt.token_ids), prompt.plan
+    approximate = 0 if plan is None else prompt.num_document_tokens - num_recomputed
+    cached = prompt.exact_tokens + approximate
     return Usage(
         input_tokens=total,
         cached_tokens=cached,
@@ -54,6 +54,9 @@ def _usage(prompt: ServedPrompt, num_recomputed: int, num_output: int) -> Usage:
         prefilled_tokens=total - cached - num_recomputed,
         created_tokens=prompt.created_tokens,
         output_tokens=num_output,
+        exact_tokens=prompt.exact_tokens,
+        approximate_tokens=approximate,
+        probe_rows=0 if plan is None else plan.probe_rows,
     )
 
 
@@ -61,7 +64,7 @@ def _segments(
     prompt: ServedPrompt, recomputed: tuple[int, ...], deviations: Sequence[float]
 ) -> tuple[SegmentReport, ...]:
     measured = iter(deviations)
-    return tuple(_segment(s, recomputed, next(measured, None) if s.record else None) for s in prompt.segments)
+    return tuple(_segment(s, recomputed, next(measured, None) if s.chunk else None) for s in prompt.segments)
 
 
 def _segment(served: ServedSegment, recomputed: tuple[int, ...], deviation: float | None) -> SegmentReport:

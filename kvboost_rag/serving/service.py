@@ -13,6 +13,7 @@ from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from kvboost_rag.models.profile import ProfileNotice
 from kvboost_rag.serving.afterwards import Afterwards
 from kvboost_rag.serving.requests import Request
+from kvboost_rag.serving.settling import Settler
 from kvboost_rag.serving.variants import Variant, Variants
 from kvboost_rag.serving.worker import Stream, Worker
 
@@ -34,6 +35,7 @@ class Service:
     worker: Worker
     afterwards: Afterwards
     notice: ProfileNotice
+    settler: Settler
 
     def stream(self, request: Request, cancelled: threading.Event | None = None) -> Stream[StreamEvent]:
         """As `KVBoost.stream`."""
@@ -50,9 +52,16 @@ class Service:
         if request.config.reuse != "off" and (notice := self.notice.take()):
             logger.warning(notice)
 
-        def serve(variant: Variant) -> GenerationResult:
-            return variant.server.serve(request, lambda text: emit(StreamEvent(text)), cancelled)
+        def serve(variant: Variant) -> tuple[Variant, GenerationResult]:
+            return variant, variant.server.serve(request, lambda text: emit(StreamEvent(text)), cancelled)
 
-        result = self.variants.run(request.config.adapters, serve)
+        variant, result = self.variants.run(request.config.adapters, serve)
         self.afterwards.note(request, result)
         emit(StreamEvent("", result))
+        self.settler.note(variant, request, result)
+
+    def wait(self) -> None:
+        """Until what was left for later is done."""
+        self.worker.call(lambda: None)  # whose last request may not have said yet what it leaves
+        self.afterwards.wait()
+        self.settler.wait()

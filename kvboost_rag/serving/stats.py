@@ -11,7 +11,8 @@ from kvboost_rag.stores import Store
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine was made. `fallbacks` by reason; `bytes_held` by tier."""
+    """Counters since the engine was made. `fallbacks` by reason; `bytes_held` by tier; `settled_tokens`: recomputed
+    exactly while nobody waited."""
 
     requests: int
     fallbacks: dict[str, int]
@@ -23,9 +24,10 @@ class EngineStats:
     bytes_held: dict[str, int]
     num_chunks_known: int
     shadow: ShadowStats
+    settled_tokens: int
 
     @classmethod
-    def of(cls, faults: Faults, store: Store, shadow: Shadow) -> EngineStats:
+    def of(cls, faults: Faults, store: Store, shadow: Shadow, settled_tokens: int) -> EngineStats:
         """As things stand; cheap."""
         return cls(
             requests=faults.num_requests,
@@ -38,4 +40,5 @@ class EngineStats:
             bytes_held=dict(store.bytes_held),
             num_chunks_known=len(store.catalog),
             shadow=shadow.stats(),
+            settled_tokens=settled_tokens,
         )

@@ -12,6 +12,7 @@ from kvboost_rag.chunks.fetcher import ChunkFetcher
 from kvboost_rag.chunks.identity import ChunkIdentity
 from kvboost_rag.chunks.prefix_cache import PrefixCache
 from kvboost_rag.chunks.registry import ChunkRegistry
+from kvboost_rag.chunks.turns import ServedTurns
 from kvboost_rag.config import EncodingConfig, ReuseConfig
 from kvboost_rag.encode.encoder import Encoder
 from kvboost_rag.forward.probe import ProbeReport, forget_probe, probe
@@ -104,4 +105,4 @@ class VariantMaker:
             return PlainPrefill()
         registry = donors.registry
         prefixes = PrefixCache(self.store, self.loaded.model, registry.fingerprint, self.encoding.block_tokens)
-        return Pipeline(self.loaded.model, report, donors, prefixes)
+        return Pipeline(self.loaded.model, report, donors, prefixes, ServedTurns(prefixes))

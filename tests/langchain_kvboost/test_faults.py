@@ -163,7 +163,7 @@ def test_the_event_loop_goes_on_while_the_model_works(model: Any) -> None:
 def test_a_tool_message_may_be_last(chat: Any) -> None:
     call = {"name": "look_up", "args": {"q": "who"}, "id": "c1", "type": "tool_call"}
     messages = [HumanMessage("Who?"), AIMessage("", tool_calls=[call]), ToolMessage("Ada Korr.", tool_call_id="c1")]
-    ours = chat()
+    ours = chat(reuse="off")  # the whole prompt in one forward
     prompt_text = ours.engine.tokens.decode(_token_ids_seen(ours, lambda: ours.invoke(messages)))
     assert "look_up" in prompt_text
     assert "Ada Korr." in prompt_text

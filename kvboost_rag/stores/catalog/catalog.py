@@ -246,9 +246,9 @@ class Catalog:
         return tuple(row[0] for row in found)
 
     def orphan_arrays(self) -> list[str]:
-        """Keys of arrays whose chunk is not known."""
+        """Keys of arrays whose chunk is not known; kinds that begin with `prompt/` are about prompts, not chunks."""
         found = self.database.read(
-            "SELECT DISTINCT key FROM arrays WHERE NOT EXISTS "
+            "SELECT DISTINCT key FROM arrays WHERE kind NOT LIKE 'prompt/%' AND NOT EXISTS "
             "(SELECT 1 FROM chunks WHERE content_hash = key AND NOT removed) ORDER BY key"
         )
         return [row[0] for row in found]

@@ -46,6 +46,9 @@ class KVBoostArguments(ToolCalling, CustomLLM):
     reuse: str | None = Field(default=None, description="`blend` (default), `exact` (prefix cache only) or `off`.")
     repair: str | None = Field(default=None, description="Strategy that chooses the rows to recompute.")
     recompute_ratio: float | None = Field(default=None, description="Share of document tokens to recompute, 0…1.")
+    settle: bool | None = Field(
+        default=None, description="Recompute served turns while nobody waits; default: on in chats."
+    )
     namespace: str | None = Field(default=None, description="Whose documents; those of one are never used for another.")
     strict: bool | None = Field(default=None, description="Raise on a fault in reuse instead of plain prefill.")
     neighbours: int | None = Field(

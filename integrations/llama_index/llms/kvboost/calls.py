@@ -17,12 +17,12 @@ from llama_index.llms.kvboost.responses import Collector, Make, Response, whole
 from kvboost_rag.adapters.aio import iterate
 from kvboost_rag.adapters.generation_kwargs import merge_params
 from kvboost_rag.adapters.registry import EngineSpec
-from kvboost_rag.adapters.reuse_settings import check_reuse
+from kvboost_rag.adapters.reuse_settings import check_reuse, settles
 from kvboost_rag.adapters.tool_choice import chosen_tools
 from kvboost_rag.config import GenerationParams
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 
-REUSE_SETTINGS = ("reuse", "repair", "recompute_ratio", "namespace", "strict")
+REUSE_SETTINGS = ("reuse", "repair", "recompute_ratio", "settle", "namespace", "strict")
 """Fields of `ReuseConfig` that a model or a single call may set."""
 
 
@@ -62,15 +62,17 @@ class Call:
         """
         engine = self.spec.get()
         prompt: Any = self.prompt
+        options = dict(self.options)
         if self.tool_names and (isinstance(prompt, str) or not engine.tokenizer.chat_template):
             raise ValueError(
                 "tools are written into the prompt by the tokenizer's chat template, and this call does not use one: "
                 "leave out messages_to_prompt, set tokenizer.chat_template, or use a ReActAgent"
             )
         if not isinstance(prompt, str):
+            options["settle"] = settles(engine, options["settle"])
             has_template = bool(engine.tokenizer.chat_template)
             prompt = template_messages(prompt) if has_template else generic_messages_to_prompt(prompt)
-        with closing(engine.stream(prompt, cancelled=cancelled, **self.options)) as events:
+        with closing(engine.stream(prompt, cancelled=cancelled, **options)) as events:
             yield from events
 
     def answer(self, make: Make[Response], model_name: str) -> Response:

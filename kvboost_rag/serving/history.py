@@ -1,0 +1,56 @@
+"""What of a conversation was said before: up to the last answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvboost_rag.chunks.lookup import Messages, locate
+from kvboost_rag.chunks.registry import ChunkRegistry
+from kvboost_rag.serving.requests import Request
+
+
+def past(prompt: str | Messages) -> Sequence[Mapping[str, Any]]:
+    """Messages up to and with the last of the assistant; none of them for a first turn, or for text."""
+    if isinstance(prompt, str):
+        return ()
+    answers = [i for i, message in enumerate(prompt) if message.get("role") == "assistant"]
+    return prompt[: answers[-1] + 1] if answers else ()
+
+
+def with_answer(request: Request, text: str) -> Request:
+    """The same conversation with its answer: what the next turn begins with."""
+    if isinstance(request.prompt, str):
+        return replace(request, prompt=request.prompt + text)
+    prompt = [*request.prompt, {"role": "assistant", "content": text}]
+    return replace(request, prompt=prompt, template=request.template | {"add_generation_prompt": False})
+
+
+def token_ids(registry: ChunkRegistry, request: Request) -> tuple[int, ...]:
+    """Of a request's prompt, as serving it would have them.
+
+    Raises:
+        ValueError: the chat template refuses the messages.
+    """
+    config = request.config
+    return locate(registry, request.prompt, request.documents, config.namespace, None, request.template).token_ids
+
+
+def past_tokens(registry: ChunkRegistry, request: Request, ids: Sequence[int]) -> int:
+    """How many of a prompt's `ids` were there before its last answer ended; 0 for a first turn, or for text."""
+    messages = past(request.prompt)
+    if not messages:
+        return 0
+    template = request.template | {"add_generation_prompt": False}
+    try:
+        earlier = token_ids(registry, replace(request, prompt=messages, template=template))
+    except ValueError:  # a template that wants a user to speak last
+        return 0
+    return common_beginning(earlier, ids)
+
+
+def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading ids two prompts share."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
