@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvboost_rag.datamodels import EntryCheck, StoreEntry
 from kvboost_rag.stores.base import EntryInfo, Store, StoreStats
+from kvboost_rag.stores.copies import Copies, Copy
 from kvboost_rag.stores.memory import MemoryStore, OnEvict
 
 logger = logging.getLogger(__name__)
@@ -47,29 +48,34 @@ class TieredStore(Store):
         self._writing: str | None = None
         self._reading: dict[str, Future[None]] = {}
         self._faults: dict[str, str] = {}
-        self._deletions = 0
+        self._copies = Copies(self._lock)
         for tier, slower in zip(fast, tiers[1:], strict=True):
             tier.on_evict = _demotion(slower)
 
     def lookup(self, key: str, check: EntryCheck) -> tuple[StoreEntry | None, str | None]:
         self._await_read(key)
         with self._lock:
-            deletions, reason = self._deletions, self._faults.pop(key, None)
-        for depth, tier in enumerate(self.tiers):
-            entry, why_not = tier.lookup(key, check)
-            if entry is not None:
-                self._copy_up(entry, self.tiers[:depth], deletions)
-                for slower in self.tiers[depth + 1 :]:
-                    slower.touch(key)
-                self._count(None, hit=True)
-                return entry, None
-            reason = why_not or reason
+            reason = self._faults.pop(key, None)
+        with self._copies.copy(key) as copy:
+            for depth, tier in enumerate(self.tiers):
+                entry, why_not = tier.lookup(key, check)
+                if entry is not None:
+                    self._copy_up(entry, self.tiers[:depth], copy)
+                    for slower in self.tiers[depth + 1 :]:
+                        slower.touch(key)
+                    self._count(None, hit=True)
+                    return entry, None
+                reason = why_not or reason
         self._count(reason, hit=False)
         return None, reason
 
     def put(self, entry: StoreEntry) -> bool:
         with self._lock:
             self.stats.puts += 1
+        with self._copies.change(entry.key):
+            return self._put(entry)
+
+    def _put(self, entry: StoreEntry) -> bool:
         if not self._write_back or self.is_inherited:
             return any([self._home.put(entry), self._fast.put(entry)])
         self._fast.pin(entry.key)
@@ -86,14 +92,13 @@ class TieredStore(Store):
         return True
 
     def delete(self, key: str, reason: str = "deleted") -> bool:
-        with self._lock:
-            self._deletions += 1
-        with self._written:
-            if self._pending.pop(key, None) is not None:
-                self._fast.unpin(key)
-            self._written.wait_for(lambda: self._writing != key)
-        # Fast to slow: what is being demoted meanwhile arrives below before that tier is asked to delete it.
-        found = [tier.delete(key, reason) for tier in self.tiers]
+        with self._copies.change(key):
+            with self._written:
+                if self._pending.pop(key, None) is not None:
+                    self._fast.unpin(key)
+                self._written.wait_for(lambda: self._writing != key)
+            # Fast to slow: what is being demoted meanwhile arrives below before that tier is asked to delete it.
+            found = [tier.delete(key, reason) for tier in self.tiers]
         if any(found):
             with self._lock:
                 self.stats.evictions[reason] += 1
@@ -114,7 +119,8 @@ class TieredStore(Store):
         return next((info for tier in reversed(self.tiers) if (info := tier.info(key)) is not None), None)
 
     def promote(self, entry: StoreEntry) -> None:
-        self._copy_up(entry, [self._fast], self._deletions)
+        with self._copies.copy(entry.key) as copy:
+            self._copy_up(entry, [self._fast], copy)
 
     @property
     def bytes_held(self) -> Mapping[str, int]:
@@ -183,10 +189,10 @@ class TieredStore(Store):
             reason = why_not or reason
         return None, reason
 
-    def _copy_up(self, entry: StoreEntry, tiers: Sequence[Store], deletions: int) -> None:
-        """Copy what was read into faster tiers, unless something was deleted since: it may have been this."""
+    def _copy_up(self, entry: StoreEntry, tiers: Sequence[Store], copy: Copy) -> None:
+        """Copy what was read into faster tiers, unless it was replaced or deleted since."""
         with self._lock:
-            if self._deletions != deletions:
+            if copy.is_stale:
                 return
             for tier in reversed(tiers):
                 # A device copies from page-locked memory while others go on, from any other it would wait.
@@ -221,12 +227,13 @@ class TieredStore(Store):
     def _read_ahead(self, key: str) -> None:
         """Bring one entry into the faster tiers, in a reader's thread. Whether it is the right one, `get` checks."""
         try:
-            deletions, reason = self._deletions, None
-            for depth, tier in enumerate(self.tiers):
-                entry, reason = tier.load(key)
-                if entry is not None:
-                    self._copy_up(entry, self.tiers[:depth], deletions)
-                    return
+            reason = None
+            with self._copies.copy(key) as copy:
+                for depth, tier in enumerate(self.tiers):
+                    entry, reason = tier.load(key)
+                    if entry is not None:
+                        self._copy_up(entry, self.tiers[:depth], copy)
+                        return
             if reason is not None:
                 self._note_fault(key, reason)
         except Exception:
