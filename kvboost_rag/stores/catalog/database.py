@@ -64,6 +64,8 @@ class Database:
         path: the file, or `":memory:"`.
         schema: `CREATE … IF NOT EXISTS` statements.
         version: of the schema. A file of another version is refused.
+        alone: without the memory that processes share over a file, which a full disk has no room for; other processes
+            wait until this one closes the file.
 
     Raises:
         DamagedDatabaseError: the file is not a database, fails SQLite's check, or has an earlier schema version.
@@ -73,15 +75,16 @@ class Database:
         is_new: the file was missing or held nothing.
     """
 
-    def __init__(self, path: str | Path, schema: str, version: int) -> None:
+    def __init__(self, path: str | Path, schema: str, version: int, alone: bool = False) -> None:
         self.path = str(path)
         self._schema = schema
-        self._version = version
+        self._version, self._alone = version, alone
         self._lock = threading.RLock()
         self._depth = 0
         self._left_to_parent: list[sqlite3.Connection] = []
         self.is_new = False
-        self._connection: sqlite3.Connection | None = self._connect(check=True)
+        with self._errors():
+            self._connection: sqlite3.Connection | None = self._connect(check=True)
         self._closed = False
         _open_databases.add(self)
 
@@ -196,6 +199,8 @@ class Database:
             connection.text_factory = _lenient  # a damaged text is a row of its own to deal with, not the end
             connection.execute("PRAGMA secure_delete = ON")
             connection.execute("PRAGMA temp_store = MEMORY")  # no deleted text in files of SQLite's own
+            if self._alone:
+                connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             if check:
@@ -247,7 +252,7 @@ def meaning_of(error: sqlite3.Error, path: str) -> StoreError:
         return StoreBusyError(f"the catalog {path} is locked by another process that writes; try again")
     if "full" in text:
         return StoreFullError(f"no room for the catalog {path}: free space on its disk (kvboost-rag evict does)")
-    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+    if type(error) is sqlite3.DatabaseError:
         return DamagedDatabaseError(f"{path}: {text}")
     return StoreError(f"the catalog {path} cannot be used: {text}")
 

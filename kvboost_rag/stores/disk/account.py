@@ -79,6 +79,9 @@ class DiskAccount:
             with self.table.database.transaction():
                 recovery.rebuild(self._folder, self.table, self._catalog, self._secret)
                 self.table.database.finish_creation()
+        if num_damaged := self.table.drop_damaged():
+            logger.error("%d damaged rows of files in %s are dropped", num_damaged, self._folder.root)
+            recovery.reconcile(self._folder, self.table, self._catalog, self._secret)
         self.clear_after_dead_owners()
         with self._changing():
             self._learn_of_new_files()

@@ -55,6 +55,11 @@ CREATE TRIGGER IF NOT EXISTS bytes_released AFTER DELETE ON reservations BEGIN
 )
 
 
+_KINDS = {"key": "text", "namespace": "text", "fingerprint": "text", "meta": "text", "context_hash": "text"}
+_KINDS |= {"num_tokens": "integer", "num_bytes": "integer", "hits": "integer"}
+_KINDS |= {"created": "real", "last_used": "real", "frequency": "real"}
+
+
 @dataclass(frozen=True)
 class Reservation:
     """Bytes set aside for a file that is being written; `key` is empty in the row of one that is kept for the next."""
@@ -79,6 +84,15 @@ class FileTable:
         """Bytes of all files, and of those being written, without what is only set aside for the next."""
         kept = "SELECT coalesce(sum(num_bytes), 0) FROM reservations WHERE key = ''"
         return int(self.database.read(f"SELECT num_bytes - ({kept}) FROM disk_state")[0][0])
+
+    def drop_damaged(self) -> int:
+        """Drop rows whose columns hold what was never written there; returns how many."""
+        with self.database.transaction() as db:
+            wrong = " OR ".join(f"typeof({column}) != '{kind}'" for column, kind in _KINDS.items())
+            count = db.execute(f"DELETE FROM files WHERE {wrong}").rowcount
+            if count:
+                self.recount()
+            return count
 
     def recount(self) -> None:
         """Sum the account anew from the rows."""

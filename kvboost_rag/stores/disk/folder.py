@@ -225,7 +225,18 @@ class StoreFolder:
         self._owner.release()
 
     def _database(self) -> Database:
-        return Database(self.catalog_path, file_table.SCHEMA, SCHEMA_VERSION)
+        schema = file_table.SCHEMA, SCHEMA_VERSION
+        try:
+            return Database(self.catalog_path, *schema)
+        except DamagedDatabaseError:
+            raise
+        except StoreError:
+            if not self.is_full:
+                raise
+        if self.spare.give_up():
+            with contextlib.suppress(StoreError):
+                return Database(self.catalog_path, *schema)
+        return Database(self.catalog_path, *schema, alone=True)
 
     def _remove_log(self) -> None:
         for suffix in ("-wal", "-shm"):
