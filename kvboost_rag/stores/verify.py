@@ -106,6 +106,8 @@ def gc(store: Store, progress: Progress | None = None) -> Collected:
             rows_dropped += disk.delete(problem.key, "vanished")
         elif problem.what in (*USELESS, "wrong size"):
             removed["corrupt"] = removed.get("corrupt", 0) + store.delete(problem.key, "corrupt")
+        elif problem.what == "foreign":
+            rows_dropped += disk.account.disown(problem.key)
         elif problem.what == "unknown chunk":
             removed["unknown"] = removed.get("unknown", 0) + store.delete(problem.key)
         elif problem.what == "other context":

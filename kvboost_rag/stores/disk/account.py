@@ -173,6 +173,12 @@ class DiskAccount:
             self._evictions[reason] += 1
         return had_file or had_row
 
+    def disown(self, key: str) -> bool:
+        """Forget a file that turned out to be somebody else's, and leave it where it is; whether it was accounted."""
+        with self._changing():
+            self._policy.remove(key)
+            return self.table.remove(key)
+
     def knows(self, key: str) -> bool:
         """Whether this process knows of a file of that key."""
         with self._lock:

@@ -184,11 +184,10 @@ class StoreFolder:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise ChunkFileError("foreign", "not a regular file") from error
             raise
-        file = os.fdopen(descriptor, "rb")
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            file.close()
+            os.close(descriptor)
             raise ChunkFileError("foreign", "not a regular file")
-        return file
+        return os.fdopen(descriptor, "rb")
 
     def size(self, key: str) -> int | None:
         """The file's size in bytes, or None if there is none."""
