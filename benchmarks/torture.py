@@ -2,11 +2,11 @@
 
     python benchmarks/torture.py [--kills 50] [--mutations 500] [--full 5] [--seed 0]
 
-Kills: a process that stores, replaces, deletes and gives other contexts is killed at a random moment. Mutations: bytes of
-a chunk file or of the catalog are flipped, cut out, repeated or overwritten, or the file is replaced by something odd.
-Full: the store's file system (a small tmpfs; takes root, else left out) is filled up while it is used. After each round
-every entry that is served must be the one that was stored, bit for bit; what was deleted must be in no file; the account
-of bytes must be exact; and `gc` must leave nothing for `verify` to find. Nothing is timed.
+Kills: a process that stores, replaces, deletes and gives other contexts is killed at a random moment. Mutations: bytes
+of a chunk file or of the catalog are flipped, cut out, repeated or overwritten, or the file is replaced by something
+odd. Full: the store's file system (a small tmpfs; takes root, else left out) is filled up while it is used. After each
+round every entry that is served must be the one that was stored, bit for bit; what was deleted must be in no file; the
+account of bytes must be exact; and `gc` must leave nothing for `verify` to find. Nothing is timed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ def ask(
     """
     from kvboost_rag.adapters.reuse_settings import check_reuse
     from kvboost_rag.cli.asking import PassageSearch, messages_for
-    from kvboost_rag.cli.indexing import open_embedder
     from kvboost_rag.cli.session import ModelChoice, open_engine
     from kvboost_rag.cli.tables import reuse_table
     from kvboost_rag.config import GenerationParams
@@ -50,7 +49,7 @@ def ask(
     if not kept.folder.is_dir():
         raise CorpusError(f"nothing has been warmed: no store at {kept.folder}; kvboost-rag warm PATH")
     with open_engine(ModelChoice(model, dtype, device), kept, namespace, metrics_port) as engine:
-        chosen = PassageSearch(engine, open_embedder()).nearest(question, passages)
+        chosen = PassageSearch(engine).nearest(question, passages)
         params = GenerationParams(max_new_tokens=max_new_tokens)
         console.print()
         result = _stream(engine, messages_for(question, chosen), params, overrides)

@@ -10,7 +10,6 @@ from kvboost_rag.indexing.corpus import CorpusError
 
 if TYPE_CHECKING:
     from kvboost_rag.engine import KVBoost
-    from kvboost_rag.indexing.retrieval import RememberedVectors
 
 INSTRUCTION = "Answer the question in one or two sentences, using the documents."
 
@@ -37,9 +36,7 @@ class PassageSearch:
         CorpusError: nothing has been warmed for them.
     """
 
-    def __init__(self, engine: KVBoost, embedder: RememberedVectors) -> None:
-        from kvboost_rag.indexing.vector_index import VectorIndex
-
+    def __init__(self, engine: KVBoost) -> None:
         catalog, namespace = engine.store.catalog, engine.config.namespace
         chunks = [(key, text) for _, key, text in catalog.texts(engine.registry.fingerprint, namespace)]
         if not chunks:
@@ -47,13 +44,10 @@ class PassageSearch:
             raise CorpusError(
                 f"nothing has been warmed for {engine.name} ({engine.model.dtype}){where}: kvboost-rag warm PATH"
             )
-        self._catalog, self._embedder, self._texts = catalog, embedder, dict(chunks)
-        self._index = VectorIndex()
-        self._index.add([key for key, _ in chunks], embedder.embed([text for _, text in chunks]))
+        self._catalog, self._similar, self._texts, self._namespace = catalog, engine.similar, dict(chunks), namespace
 
     def nearest(self, question: str, count: int) -> list[Passage]:
         """The `count` passages nearest to the question, the nearest last, next to the question."""
-        hits = self._index.nearest(self._embedder.embed([question]), count)[0]
-        return [
-            Passage(hit.key, self._texts[hit.key], self._catalog.sources.of_chunk(hit.key)) for hit in reversed(hits)
-        ]
+        hits = self._similar.search(question, count, self._namespace)
+        found = [key for key in reversed(hits) if key in self._texts]
+        return [Passage(key, self._texts[key], self._catalog.sources.of_chunk(key)) for key in found]

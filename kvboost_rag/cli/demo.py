@@ -70,19 +70,18 @@ def demo(
     Example: kvboost-rag demo --passages 15
     """
     from kvboost_rag.cli.asking import PassageSearch
-    from kvboost_rag.cli.indexing import ChunkPlan, index_sources, open_embedder
+    from kvboost_rag.cli.indexing import ChunkPlan, index_sources
     from kvboost_rag.cli.session import ModelChoice, open_engine
     from kvboost_rag.indexing.corpus import pydoc_corpus
 
     start = time.perf_counter()
     kept = options.StoreChoice.of(store, memory_budget, disk_budget, "demo")
     with open_engine(ModelChoice(model, dtype, device), kept, metrics_port=metrics_port) as engine:
-        embedder = open_embedder()
         if neighbours is None:
             neighbours = 2 if str(engine.model.dtype) == "torch.float32" else 4
-        report = index_sources(engine, embedder, pydoc_corpus().texts, ChunkPlan(256, neighbours))
+        report = index_sources(engine, pydoc_corpus().texts, ChunkPlan(256, neighbours))
         console.print(index_line(report), highlight=False)
-        comparisons = compare(engine, PassageSearch(engine, embedder), passages, max_new_tokens)
+        comparisons = compare(engine, PassageSearch(engine), passages, max_new_tokens)
     console.print()
     console.print(comparison_table(comparisons))
     console.print(

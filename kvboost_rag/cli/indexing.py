@@ -15,7 +15,6 @@ from kvboost_rag.indexing.corpus import Corpus, SourceText, is_gone, is_lasting
 if TYPE_CHECKING:
     from kvboost_rag.datamodels import WarmReport
     from kvboost_rag.engine import KVBoost
-    from kvboost_rag.indexing.retrieval import RememberedVectors, Vectors
     from kvboost_rag.indexing.warm import WarmProgress
 
 
@@ -37,44 +36,22 @@ class IndexReport:
     num_dropped: int
 
 
-def open_embedder() -> RememberedVectors:
-    """The embedding model, with the vectors of earlier runs."""
-    from kvboost_rag.config import cache_dir
-    from kvboost_rag.indexing.retrieval import MiniLM, RememberedVectors
-
-    return RememberedVectors(cache_dir() / "embeddings.sqlite", MiniLM())
-
-
 def index_sources(
     engine: KVBoost,
-    embedder: RememberedVectors | None,
     sources: Sequence[SourceText],
     plan: ChunkPlan,
     gone: Sequence[str] = (),
 ) -> IndexReport:
-    """Chunk, embed and warm. Idempotent: what is stored stays, what changed is replaced, what is gone is dropped.
+    """Chunk and warm. Idempotent: what is stored stays, what changed is replaced, what is gone is dropped.
 
     Args:
-        embedder: needed for neighbours.
         gone: source ids that are to be forgotten (`gone_of`); unknown ones are passed over.
     """
-    from kvboost_rag.indexing.embeddings import ModelVectors
     from kvboost_rag.indexing.source_texts import SourceTexts
 
     chunks = split_sources(engine.tokens.count, sources, plan.chunk_tokens)
-    texts = list(dict.fromkeys(text for group in chunks.values() for text in group))
     neighbours = (engine.encoding.neighbours or 0) if plan.neighbours is None else plan.neighbours
-    vectors = _embed(embedder, texts) if neighbours and embedder is not None and texts else None
-    row = {text: i for i, text in enumerate(texts)}
-    ready = {
-        source: SourceTexts(
-            group,
-            ModelVectors.made_by(embedder, vectors[[row[text] for text in group]])
-            if vectors is not None and group
-            else None,
-        )
-        for source, group in chunks.items()
-    }
+    ready = {source: SourceTexts(group) for source, group in chunks.items()}
     dropped = engine.index.delete_many(gone)
     with encoding_bar() as show:
         report = engine.index.add_many(ready, neighbours=neighbours, progress=show, encode=plan.encode)
@@ -117,14 +94,6 @@ def gone_of(known: Sequence[str], read: Sequence[str], empty: Sequence[str], bel
 def empty_sources(corpus: Corpus) -> list[str]:
     """Files that are there and hold no text (any more); one that cannot be read at the moment is none of them."""
     return [source for source, fault in corpus.skipped if is_lasting(fault)]
-
-
-def _embed(embedder: RememberedVectors, texts: list[str]) -> Vectors:
-    with progress_bar("{task.completed}/{task.total} chunks") as bar:
-        task = bar.add_task("embedding", total=len(texts))
-        vectors = embedder.embed(texts, lambda done, _: bar.update(task, completed=done))
-        bar.update(task, completed=len(texts))
-    return vectors
 
 
 @contextmanager

@@ -36,14 +36,13 @@ def rewarm(
 
     Example: kvboost-rag rewarm --dry-run
     """
-    from kvboost_rag.cli.indexing import open_embedder
     from kvboost_rag.cli.session import ModelChoice, open_engine
     from kvboost_rag.config import EncodingConfig
     from kvboost_rag.indexing.corpus import CorpusError
     from kvboost_rag.indexing.neighbours import NeighbourRules
 
     chosen = options.StoreChoice.of(store, memory_budget, disk_budget)
-    encoding = EncodingConfig(neighbours=neighbours, embedder=open_embedder())
+    encoding = EncodingConfig(neighbours=neighbours)
     with open_engine(ModelChoice(model, dtype, device), chosen, namespace, encoding=encoding) as engine:
         with console.status("comparing chunks"):
             plan = engine.similar.replan(namespace, NeighbourRules(engine.encoding.neighbours or 0))

@@ -99,23 +99,22 @@ def _check(corpus: Corpus, paths: list[Path], watch: bool) -> None:
 
 
 def _here(job: WarmJob, corpus: Corpus, paths: list[Path], folders: object, interval: float) -> None:
-    from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources, open_embedder
+    from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources
     from kvboost_rag.cli.session import open_engine
     from kvboost_rag.cli.watch import Changes, FolderWatch, watch
     from kvboost_rag.indexing.corpus import read_files
 
     with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
         _refuse_unusable(engine)
-        embedder = open_embedder() if engine.encoding.neighbours else None
         gone = gone_of(engine.index.sources(), [t.source for t in corpus.texts], empty_sources(corpus), _folders(paths))
-        _print(index_sources(engine, embedder, corpus.texts, job.plan, gone))
+        _print(index_sources(engine, corpus.texts, job.plan, gone))
 
         def apply(changes: Changes) -> None:
             changed = read_files(changes.changed.values())
             for path, fault in changed.skipped:
                 console.print(f"skipped    {path} {fault}", highlight=False)
             lost = [*changes.gone, *empty_sources(changed)]
-            _print(index_sources(engine, embedder, changed.texts, job.plan, lost))
+            _print(index_sources(engine, changed.texts, job.plan, lost))
 
         if isinstance(folders, FolderWatch):
             watch(folders, apply, interval)
@@ -123,16 +122,15 @@ def _here(job: WarmJob, corpus: Corpus, paths: list[Path], folders: object, inte
 
 def _in_processes(job: WarmJob, corpus: Corpus, paths: list[Path], num_jobs: int) -> None:
     """Contexts are chosen here, with a model of which only tokenizer and fingerprint are needed; then it is let go."""
-    from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources, open_embedder
+    from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources
     from kvboost_rag.cli.jobs import encode_in_processes, jobs_bar, worker_specs
     from kvboost_rag.cli.session import open_engine
     from kvboost_rag.indexing.warm import forwards
 
     with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
         _refuse_unusable(engine)
-        embedder = open_embedder() if engine.encoding.neighbours else None
         gone = gone_of(engine.index.sources(), [t.source for t in corpus.texts], empty_sources(corpus), _folders(paths))
-        report = index_sources(engine, embedder, corpus.texts, replace(job.plan, encode=False), gone)
+        report = index_sources(engine, corpus.texts, replace(job.plan, encode=False), gone)
         keys = list(dict.fromkeys(report.warm.content_hashes))
         known = engine.store.catalog.get_many(key for key in keys if key not in engine.store)
         units = [tuple(record.content_hash for record in group) for group in forwards(list(known.values()))]

@@ -108,6 +108,16 @@ class SimilarChunks:
                 self._write(chosen, open_ones, namespace)
         return self._as_known(records)
 
+    def search(self, text: str, count: int, namespace: str) -> list[str]:
+        """Content hashes of the namespace's chunks nearest to `text`, best first; vectors that are missing are made.
+
+        Raises:
+            NoEmbedderError: no embedding model can be loaded.
+        """
+        with self._lock:
+            space = self._with_vectors(self._records(namespace), None, namespace)
+            return [hit.key for hit in space.index.nearest(self._load_embedder()([text]), count)[0]]
+
     def replan(self, namespace: str, rules: NeighbourRules) -> RewarmPlan:
         """What would change if all contexts were chosen anew today; nothing is changed.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 import torture
+
 from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.stores import DiskStore
 

@@ -10,7 +10,7 @@ from kvboost_rag.config import EncodingConfig
 from kvboost_rag.indexing.corpus import SourceText
 from kvboost_rag.indexing.embeddings import ModelVectors, embedding_space, load_embedder
 from kvboost_rag.indexing.neighbours import NeighbourRules
-from kvboost_rag.indexing.retrieval import MiniLM, RememberedVectors
+from kvboost_rag.indexing.retrieval import MiniLM
 from kvboost_rag.stores import MemoryStore
 
 SUBJECTS = ("The river", "A clock", "Her garden", "This engine", "Our library", "Some harbour")
@@ -60,12 +60,11 @@ def best(engine):
     return {text: set(near) for text, near in chosen.items()}
 
 
-def test_half_by_the_command_line_and_half_by_python_is_like_all_at_once(tiny_model, tmp_path):
+def test_half_by_the_command_line_and_half_by_python_is_like_all_at_once(tiny_model):
     half, plan = len(TEXTS) // 2, ChunkPlan(512, 2)
     with make(tiny_model, Letters()) as whole, make(tiny_model, Wrapper(Letters())) as parts:
         whole.warm(TEXTS)
-        remembered = RememberedVectors(tmp_path / "vectors.sqlite", Letters())
-        index_sources(parts, remembered, [SourceText(f"s{i}", t) for i, t in enumerate(TEXTS[:half])], plan)
+        index_sources(parts, [SourceText(f"s{i}", t) for i, t in enumerate(TEXTS[:half])], plan)
         parts.warm(TEXTS[half:])
         expected, got = contexts(whole), contexts(parts)
         assert [got[t.strip()] for t in TEXTS[half:]] == [expected[t.strip()] for t in TEXTS[half:]]

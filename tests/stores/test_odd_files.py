@@ -271,8 +271,7 @@ def test_tools_work_on_a_full_disk_and_free_space(tmp_path: Path, tool: str) -> 
         if tool == "read":
             assert not store.put(large_entry(11))
             with pytest.raises(StoreError, match="no room for the catalog"):
-                for n in range(20, 3000):
-                    store.catalog.add(large_record(n))
+                store.catalog.add_many([large_record(n) for n in range(20, 3000)])
         else:
             if tool == "gc":
                 path = store.folder.path(entries[0].key)
