@@ -73,6 +73,7 @@ REUSABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss-sinks": ("gpt_oss", {"num_local_experts": 4, "sliding_window": WINDOW, "attn_implementation": "eager"}),
     "llama4": ("llama4_text", {"num_local_experts": 2}),
     "deepseek_v3-latent": ("deepseek_v3", LATENT),
+    "nanochat-backwards": ("nanochat", {}),
 }
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -80,6 +81,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "opt": ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 64}, "absolute position"),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 3, "attn_implementation": "eager"}, "position_ids"),
     "falcon-alibi": ("falcon", {"alibi": True, "head_dim": None, "attn_implementation": "eager"}, "ALiBi"),
+    "falcon-rotary": ("falcon", {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2}, "interface"),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {"head_dim": None, "attn_implementation": "eager"}, "interface"),
+    "doge": ("doge", {}, "mask of its own making"),
+    "bert-encoder": ("bert", {"head_dim": None}, "as that of an encoder"),
     "deepseek_v32-indexed": ("deepseek_v32", LATENT | INDEX, "more than keys and values"),
     "qwen3_next": ("qwen3_next", {}, "not attention"),
     "mamba": ("mamba", {"attn_implementation": "eager"}, "not attention"),

@@ -8,41 +8,23 @@ give the plain forward's logits. Whatever cannot be shown is refused with the re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from kvboost_rag.forward.not_reusable import NotReusable
+from kvboost_rag.forward.probe_runs import Runs, TooFar, difference, forward_at, probe_ids, rotary_calls, with_noise
 from kvboost_rag.forward.rope_range import constant_range, context_lengths
+from kvboost_rag.forward.rotation_search import find_rotations
 from kvboost_rag.forward.row_check import partial_forward_error, relative_l2
-from kvboost_rag.forward.row_forward import decoder_layers
+from kvboost_rag.forward.tolerance import Tolerance
 from kvboost_rag.kv.buffer import KVLayout, LayerGroup
-from kvboost_rag.kv.rope import Pairing, RotarySource, Rotation
+from kvboost_rag.kv.rope import Rotation
 from kvboost_rag.models import hf_cache
-from kvboost_rag.models.unwrap import input_device, wrapper_refusal
-
-PROMPT_TOKENS = 23
-"""Odd, so that nothing fits by accident."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Largest relative L2 distances that rounding explains, by dtype."""
-
-    values: float
-    keys: float
-    logits: float
-
-    @staticmethod
-    def of(dtype: torch.dtype) -> Tolerance:
-        if dtype in (torch.float32, torch.float64):
-            return Tolerance(values=1e-3, keys=1e-3, logits=1e-3)
-        return Tolerance(values=0.15, keys=0.15, logits=0.15)
+from kvboost_rag.models.unwrap import wrapper_refusal
 
 
 @dataclass(frozen=True)
@@ -123,74 +105,51 @@ def _refuse_by_architecture(model: PreTrainedModel) -> None:
 
 
 def _measure(model: PreTrainedModel) -> ProbeReport:
+    """Compare with what rounding explains; a model beyond that is measured by its own noise before it is refused."""
     tolerance = Tolerance.of(model.dtype)
-    ids = _probe_ids(model)
-    limit = min(context_lengths(model))
-    shift = min(1013, max(1, limit - len(ids)))
-    with _rotary_calls(model) as sources:
-        logits, base = _forward(model, ids, 0)
-    shifted = _forward(model, ids, shift)[1]
-    exchanged = [_are_exchanged(*pair, tolerance) for pair in zip(base, shifted, strict=True)]
-    ours, moved = _ordered(base, exchanged), _ordered(shifted, exchanged)
+    ids = probe_ids(model)
+    shift = min(1013, max(1, min(context_lengths(model)) - len(ids)))
+    with rotary_calls(model) as sources:
+        base = forward_at(model, ids, 0)
+    both_ways = [*sources, *(replace(source, backwards=True) for source in sources)]
+    runs = Runs(ids, shift, base, forward_at(model, ids, shift)[1], both_ways)
+    try:
+        return _compare(model, runs, tolerance)
+    except TooFar:
+        return _compare(model, runs, with_noise(model, runs, tolerance))
+
+
+def _compare(model: PreTrainedModel, runs: Runs, tolerance: Tolerance) -> ProbeReport:
+    base = runs.base[1]
+    pairs = enumerate(zip(base, runs.shifted, strict=True))
+    exchanged = [_are_exchanged(*pair, layer, tolerance) for layer, pair in pairs]
+    ours, moved = _ordered(base, exchanged), _ordered(runs.shifted, exchanged)
     value_error = _check_values(ours, moved, tolerance)
-    rotations, key_error = _find_rotations(sources, ours, moved, shift, tolerance)
+    rotations, key_error = find_rotations(runs, ours, moved, tolerance)
     layout = _layout(ours, rotations, exchanged, model.dtype)
-    logit_error = partial_forward_error(model, layout, ids, (logits, base))
-    if not logit_error <= tolerance.logits:
-        raise NotReusable(
-            f"a partial forward does not give the full one's logits (relative difference {logit_error:.2g})"
+    logit_error = _partial_error(model, layout, runs)
+    if not logit_error <= tolerance.for_logits:
+        raise TooFar(
+            f"a partial forward does not give the full one's logits ({difference(logit_error, tolerance.logits)})"
         )
     max_positions = constant_range(model, rotations)
     return ProbeReport(True, None, layout, max_positions, value_error, key_error, logit_error)
 
 
-def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
-    vocab = model.config.get_text_config(decoder=True).vocab_size
-    generator = torch.Generator().manual_seed(7)
-    device = input_device(model)
-    return torch.randint(vocab // 4, vocab, (PROMPT_TOKENS,), generator=generator).to(device)
-
-
-@contextmanager
-def _rotary_calls(model: PreTrainedModel) -> Iterator[list[RotarySource]]:
-    """Collects how the model calls its rotary modules while the context is open."""
-    found: list[RotarySource] = []
-
-    def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            source = RotarySource.from_call(module, args, kwargs)
-        except TypeError:
-            return  # rotates something that is not text
-        if not any(s.module is module and s.kwargs == source.kwargs for s in found):
-            found.append(source)
-
-    rotary = [m for m in model.modules() if "rotary" in type(m).__name__.lower()]
-    handles = [m.register_forward_pre_hook(record, with_kwargs=True) for m in rotary]
+def _partial_error(model: PreTrainedModel, layout: KVLayout, runs: Runs) -> float:
     try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+        return partial_forward_error(model, layout, runs.ids, runs.base)
+    except NotReusable:
+        raise
+    except Exception as error:
+        raise NotReusable(f"its layers cannot be run for some rows only ({type(error).__name__}: {error})") from error
 
 
-def _forward(model: PreTrainedModel, ids: torch.Tensor, start: int) -> tuple[torch.Tensor, list[hf_cache.LayerKV]]:
-    positions = torch.arange(start, start + len(ids), device=ids.device)[None]
-    cache = hf_cache.full_length_cache()
-    kwargs: dict[str, Any] = {hf_cache.cache_argument(model): cache}
-    output = model(input_ids=ids[None], position_ids=positions, use_cache=True, **kwargs)
-    try:
-        layers = hf_cache.layers_of(hf_cache.output_cache(output))
-    except ValueError as error:
-        raise NotReusable(str(error)) from None
-    if len(layers) != len(decoder_layers(model)):
-        raise NotReusable(f"{len(decoder_layers(model))} decoder layers keep KV for {len(layers)} (shared or missing)")
-    return output.logits[0, -1], layers
-
-
-def _are_exchanged(base: hf_cache.LayerKV, shifted: hf_cache.LayerKV, tolerance: Tolerance) -> bool:
+def _are_exchanged(base: hf_cache.LayerKV, shifted: hf_cache.LayerKV, layer: int, tolerance: Tolerance) -> bool:
     """Whether the position is in what a layer caches as values, and not in what it caches as keys."""
     (keys, values), (moved_keys, moved_values) = base, shifted
-    return relative_l2(moved_values, values) > tolerance.values >= relative_l2(moved_keys, keys)
+    keys_stay = relative_l2(moved_keys, keys) <= tolerance.for_keys(layer)
+    return keys_stay and relative_l2(moved_values, values) > tolerance.for_values(layer)
 
 
 def _ordered(layers: Sequence[hf_cache.LayerKV], exchanged: Sequence[bool]) -> list[hf_cache.LayerKV]:
@@ -202,60 +161,12 @@ def _check_values(base: Sequence[hf_cache.LayerKV], shifted: Sequence[hf_cache.L
     for index, ((_, a), (_, b)) in enumerate(zip(base, shifted, strict=True)):
         error = relative_l2(b, a)
         worst = max(worst, error)
-        if not error <= tolerance.values:
-            raise NotReusable(
-                f"values of layer {index} depend on the absolute position (relative difference {error:.2g}): "
-                "absolute position embeddings or a position-dependent scale"
-            )
+        if not error <= tolerance.for_values(index):
+            noise = tolerance.values[index] if tolerance.values else 0.0
+            # Nothing stands in front of the first layer's values but the embeddings.
+            why = "absolute position embeddings or a position-dependent scale" if index == 0 else "those before do not"
+            raise TooFar(f"values of layer {index} depend on the absolute position ({difference(error, noise)}): {why}")
     return worst
-
-
-def _find_rotations(
-    sources: Sequence[RotarySource],
-    base: Sequence[hf_cache.LayerKV],
-    shifted: Sequence[hf_cache.LayerKV],
-    shift: int,
-    tolerance: Tolerance,
-) -> tuple[list[Rotation | None], float]:
-    rotations: list[Rotation | None] = []
-    worst = 0.0
-    for index, ((keys, _), (moved, _)) in enumerate(zip(base, shifted, strict=True)):
-        candidates: list[Rotation | None] = [None, *_candidates(sources, keys)]
-        errors = [_rotation_error(c, keys, moved, shift) for c in candidates]
-        best = min(range(len(errors)), key=errors.__getitem__)
-        if not errors[best] <= tolerance.keys:
-            raise NotReusable(
-                f"keys of layer {index} are not a known rotation of each other at other positions "
-                f"(best relative difference {errors[best]:.2g})"
-            )
-        worst = max(worst, errors[best])
-        rotations.append(candidates[best])
-    return rotations, worst
-
-
-def _candidates(sources: Sequence[RotarySource], keys: torch.Tensor) -> Iterator[Rotation]:
-    head_dim = keys.shape[-1]
-    for source in sources:
-        try:
-            width = source.tables(torch.arange(2, device=keys.device))[0].shape[-1] * 2
-        except (TypeError, ValueError):
-            continue  # a vision or audio module that the text path does not use
-        if width > head_dim:
-            continue
-        pairings: tuple[Pairing, ...] = ("half", "interleaved")
-        for offset in sorted({0, head_dim - width}):
-            for pairing in pairings:
-                yield Rotation(source, pairing, offset, width)
-
-
-def _rotation_error(rotation: Rotation | None, keys: torch.Tensor, moved: torch.Tensor, shift: int) -> float:
-    if rotation is None:
-        return relative_l2(moved, keys)
-    positions = torch.arange(keys.shape[2], device=keys.device)
-    free = rotation.undo(keys.float(), rotation.source.tables(positions))
-    expected = torch.empty_like(free)
-    rotation.rotate_into(expected, free, rotation.source.tables(positions + shift))
-    return relative_l2(moved, expected)
 
 
 def _layout(

@@ -20,6 +20,7 @@ from kvboost_rag.forward.attention_blocks import Block, attend_blocks, plan_bloc
 from kvboost_rag.forward.attention_call import AttentionCall, AttentionObserver, AttentionResult
 from kvboost_rag.forward.attention_mass import attention_mass
 from kvboost_rag.forward.causal_rows import CausalRows, causal_rows
+from kvboost_rag.forward.not_reusable import NotReusable
 
 IMPLEMENTATION = "kvboost_rows"
 
@@ -95,7 +96,7 @@ def row_attention(
     """
     active = _active()
     if attention_mask is None or attention_mask.dtype != torch.bool:
-        raise RuntimeError("the model did not pass on the mask of the partial forward")
+        raise NotReusable("its attention uses a mask of its own making, not the one of the partial forward")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, value, attention_mask, scale, softcap, s_aux)
     result = _by_kernel(call, active) or _by_torch(call, active)

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_rag.forward.attention_call import AttentionCall, AttentionResult
+from kvboost_rag.forward.not_reusable import NotReusable
 from kvboost_rag.forward.row_arguments import RowArguments, remember, seen_shapes
 from kvboost_rag.forward.row_forward import RowPlan, decoder_layers, row_forward
 from kvboost_rag.kv.buffer import KVBuffer, KVLayout
@@ -40,8 +41,12 @@ def partial_forward_error(
         buffer.length = FAR  # a partial forward's positions are those of its rows, whatever length the cache states
         return relative_l2(row_forward(model, buffer, ids, plan).logits, logits)
 
+    attention = _Counting()
     with seen_shapes(layers) as many:
-        errors = [error_of(RowPlan(torch.tensor(sorted({*range(0, end, 3), end}), device=ids.device)))]
+        some = torch.tensor(sorted({*range(0, end, 3), end}), device=ids.device)
+        errors = [error_of(RowPlan(some, observer=attention))]
+    if not attention.calls:
+        raise NotReusable("its attention does not go through transformers' interface for it, which rows are given by")
     with seen_shapes(layers) as few:
         errors.append(error_of(RowPlan(torch.arange(end - 4, end + 1, device=ids.device))))
     remember(layers, RowArguments.of(many, few))
@@ -50,25 +55,34 @@ def partial_forward_error(
     return float(torch.tensor(errors).max())  # unlike the built-in `max`, NaN if any is
 
 
-class _EveryThird:
-    """Narrows after the first layer."""
+class _Counting:
+    """Counts calls of attention."""
 
-    before_layer = 1
-
-    def __init__(self, last: int) -> None:
-        self.last = last
-
-    def keep(self, rows: torch.Tensor) -> torch.Tensor:
-        return (rows % 3 == 0) | (rows == self.last)
+    def __init__(self) -> None:
+        self.calls = 0
 
     def on_kv(self, layer: int, fresh: hf_cache.LayerKV, stored: hf_cache.LayerKV) -> None:
         """Not of interest."""
 
     def wants_attention(self, layer: int) -> bool:
+        self.calls += 1
         return False
 
     def on_attention(self, layer: int, call: AttentionCall, result: AttentionResult) -> None:
         """Not asked for."""
+
+
+class _EveryThird(_Counting):
+    """Narrows after the first layer."""
+
+    before_layer = 1
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def keep(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows % 3 == 0) | (rows == self.last)
 
 
 def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:

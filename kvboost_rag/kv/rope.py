@@ -25,11 +25,13 @@ class RotarySource:
     Attributes:
         input_name: the module's parameter that takes the hidden states (for their dtype and device).
         kwargs: the other arguments by name, for example a layer type.
+        backwards: the layers turn keys the other way round (NanoChat): the sine has the other sign.
     """
 
     module: nn.Module
     input_name: str = "x"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    backwards: bool = False
 
     @classmethod
     def from_call(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RotarySource:
@@ -67,17 +69,18 @@ class RotarySource:
         Raises:
             ValueError: the module returns something that is not cos and sin of one angle per pair.
         """
-        out = self._call(positions)
+        out, sign = self._call(positions), -1 if self.backwards else 1
         if isinstance(out, torch.Tensor) and out.is_complex():
             angles = out.reshape(len(positions), -1).to(positions.device)
-            return angles.real.float(), angles.imag.float()
+            return angles.real.float(), sign * angles.imag.float()
         if not (isinstance(out, tuple) and len(out) == 2 and all(isinstance(t, torch.Tensor) for t in out)):
             raise ValueError(f"{type(self.module).__name__} does not return cos and sin")
         cos, sin = (t.reshape(-1, t.shape[-1]).float() for t in (out[::-1] if self._sin_first else out))
         if cos.shape[0] != len(positions):
             raise ValueError(f"{type(self.module).__name__} returns {cos.shape[0]} rows for {len(positions)} positions")
         columns = _pair_columns(cos, sin)
-        return cos[:, columns].contiguous().to(positions.device), sin[:, columns].contiguous().to(positions.device)
+        cos, sin = cos[:, columns].contiguous(), (sign * sin[:, columns]).contiguous()
+        return cos.to(positions.device), sin.to(positions.device)
 
 
 def _pair_columns(cos: torch.Tensor, sin: torch.Tensor) -> slice:

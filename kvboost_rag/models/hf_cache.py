@@ -60,12 +60,14 @@ def full_length_cache() -> DynamicCache:
     return DynamicCache()
 
 
-def layers_of(cache: Cache) -> list[LayerKV]:
+def layers_of(cache: Cache | None) -> list[LayerKV]:
     """Keys and values of every layer, `[batch_size, num_kv_heads, seq_len, head_dim]`.
 
     Raises:
         ValueError: a layer holds no keys and values (recurrent or linear attention, or KV shared between layers).
     """
+    if cache is None:
+        raise ValueError("its forward gives back no KV cache, as that of an encoder")
     result: list[LayerKV] = []
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kvboost_rag.models.digest_file import digests_of_files, files_identity
 from kvboost_rag.models.errors import ModelLoadError, reason
 from kvboost_rag.models.gguf import load_gguf_model, load_gguf_tokenizer
 from kvboost_rag.models.tensors import UnreadableWeights, named_tensors
-from kvboost_rag.models.unwrap import unwrap
+from kvboost_rag.models.unwrap import input_device, unwrap
 
 __all__ = [
     "LoadProgress",
@@ -99,7 +100,7 @@ def load_model(
     report(LoadProgress(f"loaded {name}", 2, 1))
     if identity != _identity(name, source, options, hub or {}):  # the files were changed meanwhile
         identity = None
-    return LoadedModel(model.eval(), loaded_tokenizer, name, eos_token_ids, identity)
+    return LoadedModel(_settled(model.eval()), loaded_tokenizer, name, eos_token_ids, identity)
 
 
 def with_digests(loaded: LoadedModel) -> LoadedModel:
@@ -235,7 +236,17 @@ def _held_by_caller(
     if isinstance(tokenizer, str):
         tokenizer = _load_tokenizer(tokenizer, None, tokenizer, tokenizer_kwargs)
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-    return LoadedModel(model.eval(), tokenizer, name, _eos_token_ids(model, tokenizer))  # type: ignore[arg-type]
+    return LoadedModel(_settled(model.eval()), tokenizer, name, _eos_token_ids(model, tokenizer))  # type: ignore[arg-type]
+
+
+def _settled(model: Any) -> Any:
+    """The model after a forward, if it is quantised: some libraries pack weights for the processor at the first one,
+    which would look like other weights later. One that cannot run says so when it is probed.
+    """
+    if getattr(model, "hf_quantizer", None) is not None:
+        with suppress(Exception), torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long, device=input_device(model)))
+    return model
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | str | None:
