@@ -81,3 +81,28 @@ def test_repair_brings_the_first_token_closer_to_full_prefill(engine: KVBoost, d
         return float((reference.exp() * (reference - ours)).sum())
 
     assert kl(repair="query", recompute_ratio=0.15) < 0.7 * kl(repair="none")
+
+
+def test_ten_turns_over_documents_prefill_what_is_new_and_do_not_drift(engine: KVBoost, documents: list[str]) -> None:
+    """Each later turn starts from exact KV: documents, answers and all. The eighth brings two more documents."""
+    engine.warm(documents[:6])
+    asked = ["\n\n".join([*documents[:4], QUESTION])]
+    asked += [f"What does sentence {n} of the {n}th text say?" for n in range(1, 10)]
+    asked[7] = "\n\n".join([*documents[4:6], "And these?"])
+    session = engine.session([{"role": "system", "content": "Answer from the documents."}])
+    params, block, said = GenerationParams(max_new_tokens=12), engine.encoding.block_tokens, 0
+    for turn, text in enumerate(asked):
+        messages = [*session.messages, {"role": "user", "content": text}]
+        usage = session.generate(text, params=params, strict=True).usage
+        engine.finish_background()
+        full = engine.logits(messages, reuse="off").log_softmax(-1)
+        ours = engine.logits(messages, settle=True, strict=True).log_softmax(-1)
+        kl = float((full.exp() * (full - ours)).sum())
+        new = usage.input_tokens - said
+        said = usage.input_tokens + usage.output_tokens
+        if turn in (0, 7):
+            assert usage.approximate_tokens > 100
+            continue
+        assert kl < 1e-4
+        assert usage.prefilled_tokens <= new + block
+        assert usage.approximate_tokens == 0

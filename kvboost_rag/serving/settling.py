@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from kvboost_rag.chunks.lookup import STORE_FAULTS
 from kvboost_rag.datamodels import GenerationResult, HitKind, SegmentKind
 from kvboost_rag.kv.buffer import KVBuffer
 from kvboost_rag.models.hf_cache import BufferCache
@@ -55,15 +54,18 @@ class Settler:
         if result.finish_reason == "cancelled":
             return
         try:
-            ids = token_ids(variant.registry, with_answer(request, result.text))
-            if not self._is_turn(pipeline, request, result, ids):
-                return
-            removals = variant.registry.store.catalog.version().removals
-        except (ValueError, *STORE_FAULTS) as error:  # a template that takes no answer; the next turn does the work
-            logger.debug("a turn is not settled: %s", error)
+            self._note(variant, pipeline, request, result)
+        except Exception as error:  # the answer is out; the next turn computes what is missing
+            logger.warning("a turn is not settled: %s", error, exc_info=error)
+
+    def _note(self, variant: Variant, pipeline: Pipeline, request: Request, result: GenerationResult) -> None:
+        ids = token_ids(variant.registry, with_answer(request, result.text))
+        if not self._is_turn(pipeline, request, result, ids):
             return
-        whole = ids[: pipeline.prefixes.whole(len(ids))]
+        length = min(len(ids), pipeline.max_positions or len(ids))
+        whole = ids[: pipeline.prefixes.whole(length)]
         if whole:
+            removals = variant.registry.store.catalog.version().removals
             turn = _Turn(variant, pipeline, whole, request.config.namespace, removals)
             self._jobs.offer(str(hash((variant.state.fingerprint, turn.namespace, whole))), partial(self._steps, turn))
 
