@@ -26,7 +26,7 @@ LAYERS = (
     "indexing serving",
     "engine parts",
     "measure adapters",
-    "cli",
+    "server cli",
 )
 """From top to bottom; a package may import from those above it and from those beside it (without a circle)."""
 

@@ -25,11 +25,12 @@ from kvboost_rag.cli.plan import plan
 from kvboost_rag.cli.probe import probe
 from kvboost_rag.cli.profile import profile
 from kvboost_rag.cli.rewarm import rewarm
+from kvboost_rag.cli.serve import serve
 from kvboost_rag.cli.verify import verify
 from kvboost_rag.cli.warm import warm
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
-for command in (demo, plan, warm, rewarm, ask, inspect, verify, gc, evict, probe, calibrate, profile):
+for command in (demo, plan, warm, rewarm, ask, serve, inspect, verify, gc, evict, probe, calibrate, profile):
     app.command()(command)
 
 

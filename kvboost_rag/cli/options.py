@@ -95,8 +95,8 @@ class StoreChoice:
         Raises:
             ConfigError: a budget that is no size.
         """
-        memory = _parse_bytes("--memory-budget", memory_budget)
-        return cls(store_folder(chosen, name), memory, _parse_bytes("--disk-budget", disk_budget))
+        memory = parse_bytes("--memory-budget", memory_budget)
+        return cls(store_folder(chosen, name), memory, parse_bytes("--disk-budget", disk_budget))
 
 
 def store_folder(chosen: Path | None, name: str = "default") -> Path:
@@ -121,7 +121,12 @@ def open_disk(chosen: Path | None) -> DiskStore:
     return DiskStore(folder, UNLIMITED)
 
 
-def _parse_bytes(option: str, text: str | None) -> int | None:
+def parse_bytes(option: str, text: str | None) -> int | None:
+    """Bytes of a size as people write it, None for None.
+
+    Raises:
+        ConfigError: no size; names the option.
+    """
     from kvboost_rag.config import ConfigError
 
     if text is None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvboost_rag.config import EncodingConfig
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.models.load import LoadedModel, LoadProgress
+    from kvboost_rag.observe.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,13 @@ def open_engine(
     namespace: str = "",
     metrics_port: int | None = None,
     encoding: EncodingConfig | None = None,
+    metrics: Metrics | None = None,
 ) -> Iterator[KVBoost]:
-    """An engine over the store's folder; closed at the end. Metrics are served meanwhile if a port is given."""
+    """An engine over the store's folder; closed at the end. Metrics are served meanwhile if a port is given.
+
+    Args:
+        metrics: what the engine reports to, where somebody else serves it.
+    """
     from kvboost_rag.cli.known_models import remember_fingerprint
     from kvboost_rag.config import ReuseConfig
     from kvboost_rag.engine import KVBoost
@@ -80,8 +86,8 @@ def open_engine(
             disk_bytes=store.disk_bytes,
             device=str(loaded.model.device),
         )
-        metrics = metrics_port is not None
-        with KVBoost(loaded, store=opened, config=config, encoding=encoding, metrics=metrics) as engine:
+        recorder = metrics or metrics_port is not None
+        with KVBoost(loaded, store=opened, config=config, encoding=encoding, metrics=recorder) as engine:
             remember_fingerprint(store.folder, choice, engine.registry.fingerprint)
             _describe(engine, store)
             yield engine

@@ -118,6 +118,15 @@ class SimilarChunks:
             space = self._with_vectors(self._records(namespace), None, namespace)
             return [hit.key for hit in space.index.nearest(self._load_embedder()([text]), count)[0]]
 
+    def embed(self, texts: Sequence[str]) -> Any:
+        """Unit vectors of texts by the model that chunks are compared with, float32 `[num_texts, dim]`.
+
+        Raises:
+            NoEmbedderError: there is none.
+        """
+        with self._lock:
+            return self._load_embedder()(texts)
+
     def replan(self, namespace: str, rules: NeighbourRules) -> RewarmPlan:
         """What would change if all contexts were chosen anew today; nothing is changed.
 

@@ -32,6 +32,11 @@ class Worker:
         return self._unfinished == 0
 
     @property
+    def is_open(self) -> bool:
+        """Jobs are taken: it was not closed, and its thread is in this process."""
+        return not self._closed.is_set() and not self.is_inherited
+
+    @property
     def is_inherited(self) -> bool:
         """This process was forked off after the worker was made, and has no thread of it."""
         return os.getpid() != self._pid
