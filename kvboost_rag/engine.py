@@ -57,7 +57,6 @@ class KVBoost(ModelParts):
     ) -> None:
         parts = self._parts = build(loaded, Settings(store, config, encoding, metrics, profile))
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
-        self.eos_token_ids = loaded.eos_token_ids
         self.config, self.encoding, self.profile = parts.config, parts.encoding, parts.profile
         self.tokens, self.store, self.metrics, self.shadow = parts.tokens, parts.store, parts.metrics, parts.shadow
 
@@ -181,11 +180,6 @@ class KVBoost(ModelParts):
     def stats(self) -> EngineStats:
         """Counters and bytes held; cheap."""
         return EngineStats.of(self._parts.faults, self.store, self.shadow, self._parts.service.settler.num_tokens)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests are taken."""
-        return self._parts.worker.is_open
 
     def finish_background(self) -> None:
         """Wait until turns are settled, and what donors stood in for is encoded."""

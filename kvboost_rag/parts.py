@@ -94,6 +94,16 @@ class ModelParts:
     _parts: Parts
 
     @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken."""
+        return self._parts.worker.is_open
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self._parts.variants.resting.server.decoder.eos_token_ids
+
+    @property
     def probe(self) -> ProbeReport:
         """Whether its KV can be reused, and why not."""
         return self._parts.variants.resting.probe

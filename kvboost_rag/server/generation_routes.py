@@ -74,6 +74,31 @@ async def completions(request: Request) -> Response:
 
 
 async def _generate(request: Request, kind: type[Any]) -> Response:
+    exchange = await _exchange(request, kind)
+    held = contextlib.ExitStack()
+    held.enter_context(exchange.state.gate.enter(len(exchange.calls)))
+    held.enter_context(exchange.watch)
+    with held:
+        try:
+            if exchange.body.stream:
+                return await _begin_stream(request, exchange, held)
+            whole: Response = await unless_gone(request, _whole(exchange))
+            return whole
+        except (ClientDisconnect, asyncio.CancelledError):
+            exchange.watch.status = CLIENT_GONE
+            raise
+        except Exception as error:
+            known = as_api_error(error, begun=exchange.watch.begun)
+            exchange.watch.status = known.status
+            raise known from error
+
+
+async def _exchange(request: Request, kind: type[Any]) -> Exchange:
+    """Check everything that can be checked before any work starts.
+
+    Raises:
+        ApiError: the request is refused.
+    """
     state, tenant = state_of(request), tenant_of(request)
     if state.draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
@@ -90,29 +115,11 @@ async def _generate(request: Request, kind: type[Any]) -> Response:
         calls = await asyncio.to_thread(make, state.engine, body, options, state.settings.answer_tokens)
     except Exception as error:
         raise as_api_error(error) from error
+    with_report = request.headers.get(REPORT, "").lower() in ("1", "true")
     shape_of = ChatShape if kind is ChatBody else TextShape
-    shape = shape_of(
-        body.model,
-        request.headers.get(REPORT, "").lower() in ("1", "true"),
-        partial(token_text, state.engine.tokenizer),
-    )
+    shape = shape_of(body.model, with_report, partial(token_text, state.engine.tokenizer))
     watch = RequestWatch(state.telemetry, request.url.path, choice)
-    exchange = Exchange(state, tenant, choice, body, shape, calls, watch, deadline)
-    held = contextlib.ExitStack()
-    held.enter_context(state.gate.enter(len(calls)))
-    held.enter_context(watch)
-    with held:
-        try:
-            if body.stream:
-                return await _begin_stream(request, exchange, held)
-            return await unless_gone(request, _whole(exchange))
-        except (ClientDisconnect, asyncio.CancelledError):
-            watch.status = CLIENT_GONE
-            raise
-        except Exception as error:
-            known = as_api_error(error, begun=watch.begun)
-            watch.status = known.status
-            raise known from error
+    return Exchange(state, tenant, choice, body, shape, calls, watch, deadline)
 
 
 def _seconds(request: Request, state: ServerState) -> float:
