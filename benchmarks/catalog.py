@@ -97,7 +97,7 @@ def measure(size: int, args: argparse.Namespace, folder: Path) -> str:
     some = draw.sample(keys, min(1000, size))
     began = args.clock()
     for key in some:
-        store.catalog.context_ids(store.catalog.get(key))
+        store.catalog.contexts(store.catalog.get(key))
     getting = (args.clock() - began) / len(some)
 
     numbers = draw.sample(range(size), min(BATCH, size))

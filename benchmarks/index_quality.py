@@ -28,8 +28,8 @@ from kvbench.measured import Measured
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.indexing.embeddings import load_embedder
-from kvboost_rag.indexing.neighbour_groups import group_chunks, group_neighbours
-from kvboost_rag.indexing.neighbours import NeighbourRules, Neighbours, choose_neighbours
+from kvboost_rag.indexing.neighbour_groups import group_chunks, group_contexts
+from kvboost_rag.indexing.neighbours import Contexts, NeighbourRules, choose_contexts
 from kvboost_rag.indexing.vector_index import VectorIndex
 from kvboost_rag.models.load import load_model
 from kvboost_rag.stores import MemoryStore
@@ -38,21 +38,23 @@ ROWS = ("alone=none", "alone=cacheblend:0.15", "neighbours=none", "neighbours=qu
 ROWS += ("neighbours=sensitivity:0.05", "groups=none", "groups=query:0.05")
 
 
-def contexts_of(
-    texts: Sequence[str], num_tokens: Mapping[str, int], anchor: int
-) -> dict[str, tuple[Neighbours, float]]:
+def contexts_of(texts: Sequence[str], num_tokens: Mapping[str, int], anchor: int) -> dict[str, tuple[Contexts, float]]:
     """By name: each text's neighbours, and tokens forwarded per document token."""
     index = VectorIndex()
     index.add(texts, load_embedder()(texts))
     total = sum(num_tokens[text] for text in texts)
-    chosen = choose_neighbours(index, texts, num_tokens, NeighbourRules())
     groups = group_chunks(index, texts, num_tokens)
-    behind = sum(num_tokens[neighbour] for found in chosen.values() for neighbour in found)
-    return {
-        "alone": (dict.fromkeys(texts, ()), (total + anchor * len(texts)) / total),
-        "neighbours": (chosen, (total + behind + anchor * len(texts)) / total),
-        "groups": (group_neighbours(groups), (total + anchor * len(groups)) / total),
+    cheap = (total + anchor * len(groups)) / total
+    found = {
+        "alone": (dict.fromkeys(texts, ((),)), (total + anchor * len(texts)) / total),
+        "groups": (group_contexts(groups), cheap),
+        "groups twice": (group_contexts(groups, contexts=2), 2 * cheap),
     }
+    for name, contexts in (("neighbours", 1), ("two contexts", 2)):
+        chosen = choose_contexts(index, texts, num_tokens, NeighbourRules(contexts=contexts))
+        sizes = (anchor + sum(num_tokens[n] for n in c) + num_tokens[text] for text in texts for c in chosen[text])
+        found[name] = chosen, sum(sizes) / total
+    return found
 
 
 def report(measured: Measured, rows: Sequence[str]) -> str:

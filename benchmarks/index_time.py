@@ -33,7 +33,7 @@ from evidence import divergence, messages
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.encode.similarity import DonorIndex, DonorRules
 from kvboost_rag.indexing.chunking import FixedChunker
-from kvboost_rag.indexing.neighbours import NeighbourRules, choose_neighbours
+from kvboost_rag.indexing.neighbours import NeighbourRules, choose_contexts
 from kvboost_rag.indexing.vector_index import VectorIndex
 from kvboost_rag.models.load import load_model
 from kvboost_rag.prompt.tokens import PromptTokens
@@ -155,7 +155,7 @@ def search(args: argparse.Namespace) -> None:
             index = VectorIndex(exact_limit=limit)
             index.add(keys, vectors)
             start = time.perf_counter()
-            chosen.append(choose_neighbours(index, keys, dict.fromkeys(keys, 256), NeighbourRules()))
+            chosen.append(choose_contexts(index, keys, dict.fromkeys(keys, 256), NeighbourRules()))
             seconds.append(time.perf_counter() - start)
         shared = np.mean([len(set(chosen[0][key]) & set(chosen[1][key])) / 4 for key in keys])
         print(f"| {size} | {seconds[0]:.1f} | {seconds[1]:.1f} | {shared:.1%} |")

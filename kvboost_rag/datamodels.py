@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -69,10 +70,14 @@ class ChunkRecord:
     """What the catalog remembers of a chunk, whether or not its KV is held at the moment.
 
     `anchor_ids`, then the token ids of each chunk named in `neighbours` (content hashes, nearest last), each followed
-    by `separator_ids`, are the chunk's encoding context (`kv.keys.encoding_context`). Together with `token_ids`
+    by `separator_ids`, are the chunk's encoding context (`kv.keys.encoding_contexts`). Together with `token_ids`
     and the model they determine its KV. `forward_tokens` is the length of the forward of a chunk that was encoded with
     others behind it: matrix kernels round differently at other lengths, so the last bits depend on it. 0: the context
     and the chunk are all.
+
+    A chunk that was encoded behind several contexts names them all in `neighbours`, one after the other, and `splits`
+    says how many of these belong to each context. `mixture` identifies the weights by which the KV behind each of them
+    is combined (`encode.mixture`).
     """
 
     content_hash: str
@@ -84,6 +89,16 @@ class ChunkRecord:
     neighbours: tuple[str, ...] = ()
     separator_ids: tuple[int, ...] = ()
     forward_tokens: int = 0
+    splits: tuple[int, ...] = ()
+    mixture: str = ""
+
+    @property
+    def contexts(self) -> tuple[tuple[str, ...], ...]:
+        """The chunks in each encoding context, nearest last; most chunks have one context."""
+        if not self.splits:
+            return (self.neighbours,)
+        ends = tuple(accumulate(self.splits))
+        return tuple(self.neighbours[end - size : end] for end, size in zip(ends, self.splits, strict=True))
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,9 @@ class KVBoost(ModelParts):
 
         Args:
             documents: chunk texts (or objects with `page_content` or `text`).
-            neighbours: what each document is encoded behind. `auto`: the most similar chunks of the namespace, as many
-                as `EncodingConfig.neighbours` says; a number: so many; None or 0: no chunks; or for each document the
-                texts, nearest last. Chosen for a chunk once and then kept, unless texts are given.
+            neighbours: what each document is encoded after. `auto`: similar chunks of the namespace and what stands
+                before it in its document, as `EncodingConfig` says; a number: so many; None or 0: no chunks; or for
+                each the texts, nearest last (or several such lists). Chosen once and kept, unless texts are given.
             embeddings: vectors of the documents, `[num_documents, dim]`, if you have them; else they are embedded.
                 `embeddings.ModelVectors.made_by(model, vectors)` says whose they are, so that they are compared with
                 all of that model's; plain ones are compared with other plain ones only.

@@ -163,7 +163,7 @@ def test_neighbours_stand_apart_in_the_encoding_context(make_engine: MakeEngine)
     tokens = engine.tokens
     behind = [*tokens.document_ids(DOCUMENTS[1]), *tokens.document_ids("\n\n")]
     behind += [*tokens.document_ids(DOCUMENTS[2]), *tokens.document_ids("\n\n")]
-    assert engine.store.catalog.context_ids(record) == (*tokens.default_anchor_ids(), *behind)
+    assert engine.store.catalog.contexts(record)[0] == (*tokens.default_anchor_ids(), *behind)
 
 
 # 4. A strategy forwards what it says.

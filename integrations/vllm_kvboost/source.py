@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from kvboost_rag.chunks.token_search import TokenIndex, TokenRun
 from kvboost_rag.datamodels import ChunkRecord, EntryCheck, StoreEntry
-from kvboost_rag.kv.keys import context_hash
 from kvboost_rag.stores import CatalogVersion, Store
 from vllm_kvboost.reference import NotServable
 
@@ -65,7 +64,7 @@ class ChunkSource:
 
     def entry(self, record: ChunkRecord) -> StoreEntry | None:
         """A chunk's stored KV, checked, or None (a miss, counted by the store)."""
-        context = context_hash(self.store.catalog.context_ids(record))
+        context = self.store.catalog.context_hash(record)
         return self.store.get(
             record.content_hash, EntryCheck(record.namespace, self.fingerprint, record.token_ids, context)
         )

@@ -58,9 +58,9 @@ class Donors:
         record, catalog = self.registry.describe(text, namespace), self.registry.store.catalog
         if catalog.get(record.content_hash) is None and (donor := self._donor_of(record)) is not None:
             group = catalog.get_many(donor.neighbours)
-            if len(group) == len(donor.neighbours):
-                behind = [group[key] for key in donor.neighbours if key != record.content_hash]
-                record = self.registry.with_neighbours(record, behind)
+            if len(group) == len(set(donor.neighbours)):
+                behind = [[group[key] for key in context if key != record.content_hash] for context in donor.contexts]
+                record = self.registry.with_contexts(record, behind)
         return catalog.add(record)
 
     def make(self, record: ChunkRecord) -> FetchedChunk | None:
@@ -69,17 +69,21 @@ class Donors:
         if encoder is None or identity.sensitivity:  # a chunk's sensitivity cannot be taken from another text's
             return None
         job, check = self.registry.check(record)
-        plan = self._plan(record, lambda donor: donor.neighbours == record.neighbours)
+        plan = self._plan(record, lambda donor: donor.contexts == record.contexts)
         if plan is None or plan.num_reused < self.rules.min_saving * job.num_tokens:
             return None
         donor = self._load(plan.donor)
-        context = self._stored_context(record) if self.rules.context == "stored" else []
+        # With several contexts the donor's KV is a mixture of them, and so is what is computed behind each of them.
+        stored = self.rules.context == "stored" and len(job.parts) == 1
+        context = self._stored_context(record) if stored else []
         if donor is None or context is None:
             return None
-        made = encode_from_donor(encoder.model, encoder.layout, job, plan, donor, context)
-        tensors, meta = quantization.encode(made.kv, identity.quantization)
+        made = [encode_from_donor(encoder.model, encoder.layout, part, plan, donor, context) for part in job.parts]
+        kv = job.combined([part.kv for part in made], encoder.layout)
+        tensors, meta = quantization.encode(kv, identity.quantization)
         entry = entry_of(record, check, tensors, meta | {"donor": plan.donor})
-        return FetchedChunk(record, entry, HitKind.DONOR, made.forwarded_tokens, False, None, made.computed_tokens)
+        forwarded = sum(part.forwarded_tokens for part in made)
+        return FetchedChunk(record, entry, HitKind.DONOR, forwarded, False, None, made[0].computed_tokens)
 
     def update(self, namespace: str, limit: int | None = None) -> bool:
         """Sign the namespace's chunks that are not signed yet, at most `limit` of them; True if none is left."""

@@ -12,7 +12,7 @@ import torch
 from kvboost_rag.chunks.fetched import SENSITIVITY, FetchedChunk, entry_of
 from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, StoreEntry
-from kvboost_rag.encode.encoder import Encoder, EncodingJob, context_sensitivity
+from kvboost_rag.encode.encoder import ChunkJob, Encoder, EncodingJob, context_sensitivity, encode_group
 from kvboost_rag.kv import quantization
 from kvboost_rag.observe.recorder import Recorder
 from kvboost_rag.stores.cost import CostModel
@@ -131,9 +131,12 @@ class ChunkFetcher:
         """
         if self.encoder is None:
             raise RuntimeError("this model's KV cannot be reused, so its chunks are not encoded")
+        record = self.registry.settle_mixture(record)
         job, check = self.registry.check(record)
         start = time.perf_counter()
-        entry = self._pack(record, self.encoder.encode(job), check, self.encoder.signature)
+        entry = self._pack(
+            record, job, [self.encoder.encode(part) for part in job.parts], check, self.encoder.signature
+        )
         self.encoder.synchronise()
         num_tokens = self._forwarded(record, job)
         self.costs.observe_encode(num_tokens, time.perf_counter() - start)
@@ -147,44 +150,55 @@ class ChunkFetcher:
         """`encode` for several chunks, in one forward where there is more than one."""
         if self.encoder is None or len(records) < 2:
             return [self.encode(record) for record in records]
+        records = [self.registry.settle_mixture(record) for record in records]
         checks = [self.registry.check(record) for record in records]
         if all(record.forward_tokens for record in records):
             return self._encode_nested(records, checks)
-        encoded = self.encoder.encode_batch([job for job, _ in checks])
-        return [self.keep(record, kv, *check) for record, kv, check in zip(records, encoded, checks, strict=True)]
+        encoded = iter(self.encoder.encode_batch([part for job, _ in checks for part in job.parts]))
+        return [
+            self.keep(record, job, [next(encoded) for _ in job.parts], check)
+            for record, (job, check) in zip(records, checks, strict=True)
+        ]
 
     def _encode_nested(
-        self, records: Sequence[ChunkRecord], checks: Sequence[tuple[EncodingJob, EntryCheck]]
+        self, records: Sequence[ChunkRecord], checks: Sequence[tuple[ChunkJob, EntryCheck]]
     ) -> list[FetchedChunk]:
         """Chunks of one group; what was forwarded is counted with the first."""
         encoder = self.encoder
         assert encoder is not None
-        encoded = encoder.encode_nested([job for job, _ in checks])
+        directions = encode_group(encoder, [job for job, _ in checks])
         fetched = []
-        for i, (record, kv, (job, check)) in enumerate(zip(records, encoded, checks, strict=True)):
-            chunk = self._put(record, self._pack(record, kv, check, encoder.signature), job)
-            shared = 0 if i == 0 else job.num_tokens
+        for i, (record, parts, (job, check)) in enumerate(zip(records, directions.parts, checks, strict=True)):
+            chunk = self._put(record, self._pack(record, job, parts, check, encoder.signature), job)
+            shared = job.num_tokens - (directions.num_tokens if i == 0 else 0)
             fetched.append(replace(chunk, encoded_tokens=chunk.encoded_tokens - shared))
         return fetched
 
-    def keep(self, record: ChunkRecord, kv: ChunkKV, job: EncodingJob, check: EntryCheck) -> FetchedChunk:
+    def keep(self, record: ChunkRecord, job: ChunkJob, parts: Sequence[ChunkKV], check: EntryCheck) -> FetchedChunk:
         """Put KV into the store that was computed in another way than by `encode`, whose last bits may be others."""
-        return self._put(record, self._pack(record, kv, check, signature=""), job)
+        return self._put(record, self._pack(record, job, parts, check, signature=""), job)
 
-    def _pack(self, record: ChunkRecord, kv: ChunkKV, check: EntryCheck, signature: str) -> StoreEntry:
+    def _pack(
+        self, record: ChunkRecord, job: ChunkJob, parts: Sequence[ChunkKV], check: EntryCheck, signature: str
+    ) -> StoreEntry:
         """Freshly encoded KV as the store keeps it."""
+        kv = job.combined(parts, self.encoder.layout) if self.encoder is not None else parts[0]
         tensors, meta = quantization.encode(kv, self.identity.quantization)
         if self.identity.sensitivity:
-            tensors[SENSITIVITY] = self._sensitivity(record, kv)
+            tensors[SENSITIVITY] = self._sensitivity(record, parts)
             meta = meta | {SENSITIVITY: "float16"}
         self.metrics.record_encoded(meta)
         return entry_of(record, check, tensors, meta | {"setting": self.identity.quantization, "encoder": signature})
 
-    def _put(self, record: ChunkRecord, entry: StoreEntry, job: EncodingJob) -> FetchedChunk:
+    def _put(self, record: ChunkRecord, entry: StoreEntry, job: ChunkJob) -> FetchedChunk:
         """A store that cannot keep it costs the next call another encoding."""
         return FetchedChunk(record, entry, HitKind.ENCODED, self._forwarded(record, job), self.store.put(entry))
 
-    def _sensitivity(self, record: ChunkRecord, kv: ChunkKV) -> torch.Tensor:
+    def _sensitivity(self, record: ChunkRecord, parts: Sequence[ChunkKV]) -> torch.Tensor:
+        """How far the last two contexts are apart, or the only one from less."""
+        kv = parts[-1]
+        if len(parts) > 1:
+            return context_sensitivity(kv, parts[-2]).cpu()
         if self.encoder is None or not record.anchor_ids + record.neighbours:
             return torch.zeros(kv.seq_len, dtype=torch.float16)  # encoded alone, so nothing to compare with
         return context_sensitivity(kv, self.encoder.encode(self._lesser_job(record))).cpu()
@@ -193,5 +207,6 @@ class ChunkFetcher:
         """The chunk behind the anchor alone; one that has no neighbours anyway, behind nothing."""
         return EncodingJob(record.token_ids, record.anchor_ids if record.neighbours else ())
 
-    def _forwarded(self, record: ChunkRecord, job: EncodingJob) -> int:
-        return job.num_tokens + (self._lesser_job(record).num_tokens if self.identity.sensitivity else 0)
+    def _forwarded(self, record: ChunkRecord, job: ChunkJob) -> int:
+        twice = self.identity.sensitivity and len(job.parts) == 1
+        return job.num_tokens + (self._lesser_job(record).num_tokens if twice else 0)

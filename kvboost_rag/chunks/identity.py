@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvboost_rag.config import EncodingConfig
+from kvboost_rag.datamodels import ChunkRecord
+from kvboost_rag.encode.encoder import ChunkJob, EncodingJob
+from kvboost_rag.encode.mixture import PLAIN, ContextWeights
 from kvboost_rag.prompt.tokens import PromptTokens
 
 
@@ -19,6 +23,7 @@ class ChunkIdentity:
         quantization: codec of stored KV.
         batch_size: chunks encoded in one forward.
         sensitivity: whether each chunk's context sensitivity is stored with it.
+        weights: how chunks with several encoding contexts are combined; None: by the mean.
     """
 
     fingerprint: str
@@ -28,6 +33,7 @@ class ChunkIdentity:
     quantization: str = "none"
     batch_size: int = 1
     sensitivity: bool = False
+    weights: ContextWeights | None = None
 
     @classmethod
     def of(
@@ -46,4 +52,28 @@ class ChunkIdentity:
             encoding.quantization or "none",
             encoding.batch_size,
             encoding.sensitivity,
+            encoding.context_weights,
         )
+
+    def current(self, record: ChunkRecord) -> ChunkRecord:
+        """The record with the mixture that this engine makes of its contexts.
+
+        Fitted weights are for as many contexts as they were fitted on, none of them empty or cut out of a group.
+        """
+        if not record.splits:
+            return record if not record.mixture else replace(record, mixture="")
+        weights = self.weights
+        fits = weights is not None and len(record.splits) == weights.num_contexts and min(record.splits) > 0
+        mixture = weights.digest if weights is not None and fits and not record.forward_tokens else PLAIN
+        return record if record.mixture == mixture else replace(record, mixture=mixture)
+
+    def job(self, record: ChunkRecord, contexts: Sequence[tuple[int, ...]]) -> ChunkJob:
+        """What encodes a `current` record behind its contexts, given as token ids."""
+        parts = tuple(EncodingJob(record.token_ids, context, record.forward_tokens) for context in contexts)
+        if not record.splits:
+            return ChunkJob(parts)
+        if self.weights is None or record.mixture == PLAIN:
+            used = [i for i, size in enumerate(record.splits) if size]
+            return ChunkJob(tuple(parts[i] for i in used), tuple(float(record.splits[i]) for i in used))
+        alone = (EncodingJob(record.token_ids, record.anchor_ids),) if self.weights.needs_alone else ()
+        return ChunkJob((*alone, *parts), weights=self.weights)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from kvboost_rag.chunks.identity import ChunkIdentity
 from kvboost_rag.datamodels import ChunkRecord, EntryCheck
-from kvboost_rag.encode.encoder import EncodingJob
-from kvboost_rag.kv.keys import content_hash, context_hash
+from kvboost_rag.encode.encoder import ChunkJob
+from kvboost_rag.kv.keys import content_hash, encoding_contexts, record_context_hash
 from kvboost_rag.prompt.segments import KnownTexts, canonical_text
 from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.stores import maintenance
@@ -143,8 +143,15 @@ class ChunkRegistry:
         limit = self.identity.max_positions
         return None if limit is None else limit - len(self.identity.anchor_ids)
 
-    def with_neighbours(self, record: ChunkRecord, neighbours: Sequence[ChunkRecord]) -> ChunkRecord:
-        """`record` encoded behind `neighbours` (nearest last): as many as fit into the context, nearest first."""
+    def with_contexts(self, record: ChunkRecord, contexts: Sequence[Sequence[ChunkRecord]]) -> ChunkRecord:
+        """`record` encoded behind each of `contexts`, as far as they fit; equal ones count once."""
+        chosen = list(dict.fromkeys(self._fitting(record, context) for context in contexts)) or [()]
+        neighbours = tuple(key for context in chosen for key in context)
+        splits = tuple(map(len, chosen)) if len(chosen) > 1 else ()
+        return self.identity.current(replace(record, neighbours=neighbours, splits=splits))
+
+    def _fitting(self, record: ChunkRecord, neighbours: Sequence[ChunkRecord]) -> tuple[str, ...]:
+        """As many of `neighbours` (nearest last) as fit into the model's context, nearest first."""
         room = None if self.max_chunk_tokens is None else self.max_chunk_tokens - len(record.token_ids)
         chosen: list[str] = []
         for neighbour in reversed(neighbours):
@@ -155,7 +162,7 @@ class ChunkRegistry:
                 if room < 0:
                     break
             chosen.insert(0, neighbour.content_hash)
-        return replace(record, neighbours=tuple(chosen))
+        return tuple(chosen)
 
     def register(self, text: str, namespace: str) -> ChunkRecord:
         """Make a text known without neighbours, unless it is known already; returns the record that counts."""
@@ -176,11 +183,20 @@ class ChunkRegistry:
             count += 1
         return count
 
-    def check(self, record: ChunkRecord) -> tuple[EncodingJob, EntryCheck]:
+    def check(self, record: ChunkRecord) -> tuple[ChunkJob, EntryCheck]:
         """What encodes the chunk, and what an entry must be to stand for it."""
-        job = EncodingJob(record.token_ids, self.store.catalog.context_ids(record), record.forward_tokens)
-        check = EntryCheck(record.namespace, record.fingerprint, record.token_ids, context_hash(job.context_ids))
-        return job, check
+        record = self.identity.current(record)
+        tokens = self.store.catalog.neighbour_tokens(record)
+        job = self.identity.job(record, encoding_contexts(record, tokens))
+        context = record_context_hash(record, tokens)
+        return job, EntryCheck(record.namespace, record.fingerprint, record.token_ids, context)
+
+    def settle_mixture(self, record: ChunkRecord) -> ChunkRecord:
+        """The record as this engine encodes it; the catalog says so too, if another engine's weights stood there."""
+        current = self.identity.current(record)
+        if current != record:
+            self.store.catalog.replace(current)
+        return current
 
     def forget(self, content_hashes: Sequence[str], sources: Sequence[tuple[str, str]] = ()) -> maintenance.Removed:
         """Drop chunks and all that was computed from them, and `(namespace, source_id)` (`maintenance.forget`)."""

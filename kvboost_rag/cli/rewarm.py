@@ -29,10 +29,11 @@ def rewarm(
     memory_budget: options.MemoryBudget = None,
     disk_budget: options.DiskBudget = None,
 ) -> None:
-    """Give chunks other neighbours where the corpus has better ones now, and encode those chunks again.
+    """Give chunks other encoding contexts where the corpus has better ones now, and encode those chunks again.
 
-    A chunk is worth it if a neighbour is gone, or if the mean cosine to its neighbours rises by 0.05. Can be stopped
-    and run again.
+    A chunk is worth it if a chunk that it was encoded after is gone, if another one stands before it in its document,
+    if it would get more contexts, or if the mean cosine to the chunks in them rises by 0.05. Can be stopped and run
+    again.
 
     Example: kvboost-rag rewarm --dry-run
     """
@@ -45,7 +46,8 @@ def rewarm(
     encoding = EncodingConfig(neighbours=neighbours)
     with open_engine(ModelChoice(model, dtype, device), chosen, namespace, encoding=encoding) as engine:
         with console.status("comparing chunks"):
-            plan = engine.similar.replan(namespace, NeighbourRules(engine.encoding.neighbours or 0))
+            rules = NeighbourRules(engine.encoding.neighbours or 0, contexts=engine.encoding.contexts or 1)
+            plan = engine.similar.replan(namespace, rules)
         if not plan.num_chunks:
             raise CorpusError(f"nothing has been warmed for {engine.name} here: kvboost-rag warm PATH")
         _print(engine, plan)

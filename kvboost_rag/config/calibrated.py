@@ -18,7 +18,7 @@ class CalibratedDefaults:
     Attributes:
         reuse: `blend`, or `exact` for a model that failed the accuracy gate.
         repair_options: parameters of the strategy (such as the weight of `query`); they go with `repair` only.
-        neighbours, quantization: how chunks are encoded and kept, see `EncodingConfig`.
+        neighbours, contexts, context_weights, quantization: how chunks are encoded and kept, see `EncodingConfig`.
     """
 
     reuse: ReuseMode = "blend"
@@ -26,6 +26,8 @@ class CalibratedDefaults:
     recompute_ratio: float = 0.05
     repair_options: Mapping[str, Any] = field(default_factory=dict)
     neighbours: int = 4
+    contexts: int = 1
+    context_weights: Any = None
     quantization: str = "none"
 
     def __post_init__(self) -> None:

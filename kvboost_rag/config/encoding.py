@@ -31,9 +31,15 @@ class EncodingConfig:
             in a longer prompt.
         neighbours: how many similar chunks of the corpus `warm` encodes a chunk behind; default 4
             (`KVBOOST_NEIGHBOURS`). 0: none, and nothing is embedded.
+        contexts: how many such contexts `warm` encodes a chunk after, one forward each: what stands before it in its
+            document and the nearest chunks, then the next nearest. The KV behind each is combined into one (see
+            `context_weights`): nearer to full prefill, at the same size and the same cost when it is used.
+        context_weights: how they are combined, as calibration fitted it for the model
+            (`encode.mixture.ContextWeights`); None: the profile's, and where there is none the plain mean.
+        siblings: whether the first chunk of a chunk's document and the one just before it belong into its context.
         groups: `warm` encodes new chunks in groups of up to `neighbours` + 1 similar ones, in one forward, each behind
             those before it: about one token forwarded per document token instead of `neighbours` + 1, and a part of the
-            gain only. Not for models with experts.
+            gain only; with two contexts the other way round as well. Not for models with experts.
         embedder: what compares chunks: a name for sentence-transformers, an embedding object of LangChain or
             LlamaIndex, or a function (`embeddings.load_embedder`); None: all-MiniLM-L6-v2.
         sensitivity: also store how much each token of a chunk depends on what stands before it, for the strategy
@@ -47,6 +53,9 @@ class EncodingConfig:
     batch_size: int = 1
     block_tokens: int = 256
     neighbours: int | None = None
+    contexts: int | None = None
+    context_weights: Any = field(default=None, repr=False, hash=False)
+    siblings: bool = True
     groups: bool = False
     embedder: Any = field(default=None, repr=False, hash=False)
     sensitivity: bool = False
@@ -61,7 +70,9 @@ class EncodingConfig:
             env_int(os.environ, "KVBOOST_NEIGHBOURS")  # what cannot be used is said before a model is loaded
         for name in ("batch_size", "block_tokens"):
             check_count(name, getattr(self, name), 1)
-        for name in ("groups", "sensitivity"):
+        if self.contexts is not None:
+            check_count("contexts", self.contexts, 1)
+        for name in ("siblings", "groups", "sensitivity"):
             check_flag(name, getattr(self, name))
 
     def resolve(
@@ -78,5 +89,7 @@ class EncodingConfig:
         return replace(
             self,
             neighbours=neighbours if self.neighbours is None else self.neighbours,
+            contexts=default.contexts if self.contexts is None else self.contexts,
+            context_weights=default.context_weights if self.context_weights is None else self.context_weights,
             quantization=default.quantization if self.quantization is None else self.quantization,
         )

@@ -11,6 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from kvboost_rag.datamodels import ChunkKV
+from kvboost_rag.encode.mixture import ContextWeights, combine
 from kvboost_rag.kv.buffer import KVLayout
 from kvboost_rag.kv.realign import PositionTables, position_free
 from kvboost_rag.models import hf_cache
@@ -40,6 +41,34 @@ class EncodingJob:
     def num_tokens(self) -> int:
         """Tokens that are forwarded."""
         return max(self.end, self.forward_tokens)
+
+
+@dataclass(frozen=True)
+class ChunkJob:
+    """All forwards that a chunk's KV is made of: one, or one behind each of several contexts.
+
+    Attributes:
+        parts: the forwards; where `weights` ask for it the first is behind the anchor alone.
+        shares: how much each part counts where there are no weights.
+        weights: fitted ones (`mixture.ContextWeights`), or None.
+    """
+
+    parts: tuple[EncodingJob, ...]
+    shares: tuple[float, ...] = (1.0,)
+    weights: ContextWeights | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.parts[0].token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are forwarded."""
+        return sum(part.num_tokens for part in self.parts)
+
+    def combined(self, encoded: Sequence[ChunkKV], layout: KVLayout) -> ChunkKV:
+        """The chunk's KV, from that of its parts."""
+        return encoded[0] if len(encoded) == 1 else combine(encoded, layout, self.shares, self.weights)
 
 
 class Encoder:
@@ -109,9 +138,8 @@ class Encoder:
         """
         longest = max(jobs, key=lambda job: job.end)
         ids = (*longest.context_ids, *longest.token_ids)
-        for job in jobs:
-            if (*job.context_ids, *job.token_ids) != ids[: job.end] or job.num_tokens != longest.num_tokens:
-                raise ValueError("chunks of one forward must each stand in the context of the next")
+        if not all(_begins(job, longest) for job in jobs):
+            raise ValueError("chunks of one forward must each stand in the context of the next")
         filled = [*ids] + [ids[-1]] * (longest.num_tokens - longest.end)
         layers, tables = self._forward([filled]), PositionTables.of(self.layout, len(filled))
         return [self._cut(layers, 0, job, tables) for job in jobs]
@@ -125,6 +153,38 @@ class Encoder:
         start = len(job.context_ids)
         keys, values = hf_cache.split_batch(layers, item, start, job.end)
         return position_free(self.layout.stack(keys, values), self.layout, start, tables)
+
+
+@dataclass(frozen=True)
+class GroupKV:
+    """What came of the forwards of a group: KV of each job's parts, and how many tokens were forwarded in all."""
+
+    parts: list[list[ChunkKV]]
+    num_tokens: int
+
+
+def encode_group(encoder: Encoder, jobs: Sequence[ChunkJob]) -> GroupKV:
+    """Chunks behind each other, in as few forwards as there are orders in which they stand behind each other."""
+    places = [(number, index) for number, job in enumerate(jobs) for index in range(len(job.parts))]
+    chains: list[list[tuple[int, int]]] = []
+    for number, index in sorted(places, key=lambda place: -jobs[place[0]].parts[place[1]].end):
+        part = jobs[number].parts[index]
+        fitting = (chain for chain in chains if _begins(part, jobs[chain[0][0]].parts[chain[0][1]]))
+        chain = next(fitting, None)
+        if chain is None:
+            chains.append(chain := [])
+        chain.append((number, index))
+    encoded: dict[tuple[int, int], ChunkKV] = {}
+    for chain in chains:
+        encoded |= zip(chain, encoder.encode_nested([jobs[n].parts[i] for n, i in chain]), strict=True)
+    kvs = [[encoded[number, index] for index in range(len(job.parts))] for number, job in enumerate(jobs)]
+    return GroupKV(kvs, sum(jobs[chain[0][0]].parts[chain[0][1]].num_tokens for chain in chains))
+
+
+def _begins(part: EncodingJob, longest: EncodingJob) -> bool:
+    """Whether a forward over the longest job holds the part as well."""
+    ids = (*longest.context_ids, *longest.token_ids)
+    return part.num_tokens == longest.num_tokens and (*part.context_ids, *part.token_ids) == ids[: part.end]
 
 
 def has_experts(model: PreTrainedModel) -> bool:

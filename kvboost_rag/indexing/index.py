@@ -172,6 +172,15 @@ class DocumentIndex:
 
         return delete_sources(self._registry.store, namespace, source_ids, forget).num_chunks
 
+    def place(self, texts: Sequence[Any], *, namespace: str | None = None) -> None:
+        """Say that texts stand in this order in one document, before they are warmed without being made a source.
+
+        What stands before a chunk in its document belongs into its encoding context (`EncodingConfig.siblings`).
+        """
+        namespace, registry = self._namespace(namespace), self._registry
+        described = (registry.describe(t, namespace) for t in document_texts(texts) if canonical_text(t))
+        registry.store.catalog.sources.place(list(dict.fromkeys(record.content_hash for record in described)))
+
     def preview(self, source_id: str, texts: Sequence[Any], *, namespace: str | None = None) -> SourceChange:
         """What `add` would do, without doing it or remembering anything."""
         namespace = self._namespace(namespace)

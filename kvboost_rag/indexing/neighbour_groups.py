@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
-from kvboost_rag.indexing.neighbours import Neighbours
+from kvboost_rag.indexing.neighbours import Contexts
 from kvboost_rag.indexing.vector_index import VectorIndex
 
 _CANDIDATES = 32
@@ -39,12 +38,12 @@ def group_chunks(
     return _Chains(similar, num_tokens, size, max_tokens).build(keys)
 
 
-def group_neighbours(groups: Sequence[Sequence[str]]) -> Neighbours:
-    """The encoding context that each chunk has in its group: all chunks before it."""
+def group_contexts(groups: Sequence[Sequence[str]], contexts: int = 1) -> Contexts:
+    """The encoding contexts that each chunk has in its group: all chunks before it, and for two those behind it too."""
     return {
-        key: before
+        key: (tuple(group[:place]), tuple(reversed(group[place + 1 :])))[: contexts if len(group) > 1 else 1]
         for group in groups
-        for key, before in zip(group, accumulate(((k,) for k in group), initial=()), strict=False)
+        for place, key in enumerate(group)
     }
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.indexing.embeddings import UNNAMED, Embedder, ModelVectors, load_embedder, unit_vectors
-from kvboost_rag.indexing.neighbour_groups import group_chunks, group_neighbours
-from kvboost_rag.indexing.neighbours import NeighbourRules, Neighbours, RewarmPlan, choose_neighbours, plan_rewarm
+from kvboost_rag.indexing.neighbour_groups import group_chunks, group_contexts
+from kvboost_rag.indexing.neighbours import Contexts, NeighbourRules, Places, RewarmPlan, choose_contexts, plan_rewarm
 from kvboost_rag.indexing.vector_index import VectorIndex
 from kvboost_rag.models.errors import ModelLoadError
 from kvboost_rag.stores.catalog.chunk_arrays import ChunkArrays
@@ -53,11 +53,13 @@ class SimilarChunks:
     Args:
         registry: whose chunks are compared.
         embedder: what `embeddings.load_embedder` takes; None: all-MiniLM-L6-v2, loaded at first use.
+        siblings: whether a chunk is encoded after what stands before it in its document, too.
     """
 
-    def __init__(self, registry: ChunkRegistry, embedder: Any = None) -> None:
+    def __init__(self, registry: ChunkRegistry, embedder: Any = None, siblings: bool = True) -> None:
         self.registry = registry
         self._embedder = embedder
+        self._siblings = siblings
         self._embed: Embedder | None = None
         self._spaces: dict[tuple[str, str], _Space] = {}
         self._no_embedder: str | None = None
@@ -66,19 +68,19 @@ class SimilarChunks:
     def assign(
         self,
         records: Sequence[ChunkRecord],
-        count: int,
+        rules: NeighbourRules,
         embeddings: Any = None,
         namespace: str = "",
         groups: bool = False,
     ) -> list[ChunkRecord]:
-        """Give those of `records` that have no encoding context yet one of up to `count` similar chunks.
+        """Give those of `records` that have no encoding context yet what the rules say.
 
         Args:
             records: known chunks of one namespace.
             embeddings: their vectors `[num_records, dim]`, if the caller has them. With the model that made them
                 (`ModelVectors`) they are compared with all of that model's, without only with each other.
-            groups: among themselves only: chains of up to `count` + 1, each behind those before it, to be encoded in
-                one forward.
+            groups: among themselves only: chains of up to `rules.count` + 1, each behind those before it, to be encoded
+                in one forward.
 
         Returns:
             The records as the catalog has them now. Without an embedding model they come back as they are: that is
@@ -101,10 +103,12 @@ class SimilarChunks:
                 return list(records)
             open_ones = self._unassigned(records, namespace)
             if groups:
-                chains = self._chains(space, list(open_ones), count)
-                self._write(group_neighbours(chains), open_ones, namespace, self._lengths(chains, open_ones))
+                chains = self._chains(space, list(open_ones), rules.count)
+                contexts = group_contexts(chains, rules.contexts)
+                self._write(contexts, open_ones, namespace, self._lengths(chains, open_ones))
             else:
-                chosen = choose_neighbours(space.index, list(open_ones), self._num_tokens(), NeighbourRules(count))
+                places = self._places(list(open_ones), namespace)
+                chosen = choose_contexts(space.index, list(open_ones), self._num_tokens(), rules, places)
                 self._write(chosen, open_ones, namespace)
         return self._as_known(records)
 
@@ -136,8 +140,8 @@ class SimilarChunks:
         with self._lock:
             records = self._records(namespace)
             space = self._with_vectors(records, None, namespace)
-            current = {r.content_hash: r.neighbours for r in records}
-            return plan_rewarm(space.index, current, self._num_tokens(), rules)
+            current = {r.content_hash: r.contexts for r in records}
+            return plan_rewarm(space.index, current, self._num_tokens(), rules, self._places(list(current), namespace))
 
     def apply(self, plan: RewarmPlan, namespace: str) -> list[ChunkRecord]:
         """Give chunks the contexts of a plan; their stored KV becomes a miss. Returns their records."""
@@ -216,6 +220,11 @@ class SimilarChunks:
         found = self.registry.store.catalog.get_many(r.content_hash for r in records)
         return [found.get(r.content_hash, r) for r in records]
 
+    def _places(self, keys: Sequence[str], namespace: str) -> Places:
+        """Where chunks stand in their documents; nothing where that is not to be used."""
+        sources = self.registry.store.catalog.sources
+        return sources.places(self.registry.fingerprint, namespace, keys) if self._siblings else {}
+
     def _chains(self, space: _Space, keys: list[str], count: int) -> list[tuple[str, ...]]:
         """Groups that fit into the model's context with their separators."""
         room, limit = NeighbourRules().max_tokens, self.registry.max_chunk_tokens
@@ -234,7 +243,7 @@ class SimilarChunks:
 
     def _write(
         self,
-        chosen: Neighbours,
+        chosen: Contexts,
         records: dict[str, ChunkRecord],
         namespace: str,
         lengths: Mapping[str, int] = MappingProxyType({}),
@@ -242,9 +251,10 @@ class SimilarChunks:
         """Contexts into the catalog, as far as they fit into the model's context; then note that they are settled."""
         catalog, changed = self.registry.store.catalog, []
         for key, record in records.items():
-            group = catalog.get_many(chosen[key])
-            wanted = self.registry.with_neighbours(record, [group[k] for k in chosen[key] if k in group])
-            wanted = replace(wanted, forward_tokens=lengths.get(key, 0))
+            group = catalog.get_many(k for context in chosen[key] for k in context)
+            contexts = [[group[k] for k in context if k in group] for context in chosen[key]]
+            wanted = self.registry.with_contexts(record, contexts)
+            wanted = self.registry.identity.current(replace(wanted, forward_tokens=lengths.get(key, 0)))
             if wanted != record:
                 changed.append(wanted)
         set_contexts(self.registry.store, changed)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from kvboost_rag.chunks.fetcher import ChunkFetcher
 from kvboost_rag.chunks.registry import ChunkRegistry
@@ -84,8 +84,9 @@ def register_documents(
 
     Args:
         documents: chunk texts; white space around them does not count, repeats are one chunk.
-        neighbours: for each document the texts to encode it behind, nearest last. Neighbours that are not among
-            the documents become known chunks too. Only as many as fit in front of the chunk are used, nearest first.
+        neighbours: for each document the texts to encode it behind, nearest last, or several lists of such texts for
+            several contexts. Neighbours that are not among the documents become known chunks too. Only as many as fit
+            in front of the chunk are used, nearest first.
 
     Raises:
         TypeError, ValueError: a document is not text, empty, or longer than the model's context; says which.
@@ -98,18 +99,26 @@ def register_documents(
     if neighbours is None:
         return registry.store.catalog.add_many(described)
     behind = [
-        [_describe(registry, text, f"neighbours[{i}]", namespace) for text in texts if canonical_text(text)]
-        for i, texts in enumerate(neighbours)
+        [
+            [_describe(registry, text, f"neighbours[{i}]", namespace) for text in texts if canonical_text(text)]
+            for texts in _contexts_of(given)
+        ]
+        for i, given in enumerate(neighbours)
     ]
     # First everybody without context, so that neighbours may name each other; then the contexts.
     catalog = registry.store.catalog
-    catalog.add_many([*described, *(n for group in behind for n in group)])
+    catalog.add_many([*described, *(n for contexts in behind for group in contexts for n in group)])
     known = catalog.get_many(r.content_hash for r in described)
-    groups = {r.content_hash: (r, g) for r, g in zip(described, behind, strict=True)}.values()
-    wanted = [registry.with_neighbours(record, group) for record, group in groups]  # with forwards of their own length
-    set_contexts(registry.store, [r for r in wanted if r.neighbours != known[r.content_hash].neighbours])
+    given = {r.content_hash: (r, c) for r, c in zip(described, behind, strict=True)}.values()
+    wanted = [registry.with_contexts(record, contexts) for record, contexts in given]
+    set_contexts(registry.store, [r for r in wanted if r.contexts != known[r.content_hash].contexts])
     found = catalog.get_many(r.content_hash for r in described)
     return [found[r.content_hash] for r in described]
+
+
+def _contexts_of(given: Sequence[Any]) -> Sequence[Sequence[str]]:
+    """The contexts that were given for one document: texts are one context, lists of texts are several."""
+    return given if given and not isinstance(given[0], str) else [given]
 
 
 def _describe(registry: ChunkRegistry, text: str, what: str, namespace: str) -> ChunkRecord:
@@ -190,8 +199,8 @@ def forwards(records: Sequence[ChunkRecord], batch_size: int = 1) -> list[list[C
     groups: list[list[ChunkRecord]] = []
     single = [r for r in records if not r.forward_tokens]
     # The longest first: it names all that stand before it.
-    for record in sorted((r for r in records if r.forward_tokens), key=lambda r: -len(r.neighbours)):
-        chain = (*record.neighbours, record.content_hash)
+    for record in sorted((r for r in records if r.forward_tokens), key=lambda r: -len(r.contexts[0])):
+        chain = (*record.contexts[0], record.content_hash)
         if (record.forward_tokens, chain) not in home:
             groups.append([])
             for end in range(1, len(chain) + 1):

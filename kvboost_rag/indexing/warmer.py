@@ -10,6 +10,7 @@ from kvboost_rag.chunks.donors import Donors
 from kvboost_rag.chunks.fetcher import ChunkFetcher
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.datamodels import WarmReport
+from kvboost_rag.indexing.neighbours import NeighbourRules
 from kvboost_rag.indexing.similar_chunks import SimilarChunks
 from kvboost_rag.indexing.warm import WarmProgress, neighbour_choice, nothing_encoded, register_documents, warm
 from kvboost_rag.stores.maintenance import Removed
@@ -44,7 +45,8 @@ class Warmer:
         count, given = neighbour_choice(neighbours, self.encoding.neighbours or 0)
         records = register_documents(self.fetcher.registry, texts, given, namespace)
         if count:
-            records = self.similar.assign(records, count, embeddings, namespace, self.encoding.groups)
+            rules = NeighbourRules(count, contexts=self.encoding.contexts or 1)
+            records = self.similar.assign(records, rules, embeddings, namespace, self.encoding.groups)
         if self.donors_wanted():  # now, so that no request has to wait for it
             self.donors.update(namespace)
         if not encode:

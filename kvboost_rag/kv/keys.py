@@ -50,11 +50,22 @@ def context_hash(token_ids: Sequence[int]) -> str:
     return hash_fields("context", token_bytes(token_ids))
 
 
-def encoding_context(record: ChunkRecord, neighbour_tokens: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Token ids in front of a chunk while it is encoded; `neighbour_tokens` are those of `record.neighbours`.
+def encoding_contexts(record: ChunkRecord, neighbour_tokens: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Token ids in front of a chunk in each of its encoding contexts; `neighbour_tokens` are of `record.neighbours`.
 
     The separator makes a chunk begin as it does in a prompt, after a blank line instead of in mid-sentence: with four
     neighbours it halves the KL to full prefill (`benchmarks/evidence.py`).
     """
-    behind = (i for ids in neighbour_tokens for i in (*ids, *record.separator_ids))
-    return (*record.anchor_ids, *behind)
+    tokens = iter(neighbour_tokens)
+    return tuple(
+        (*record.anchor_ids, *(i for _ in context for i in (*next(tokens), *record.separator_ids)))
+        for context in record.contexts
+    )
+
+
+def record_context_hash(record: ChunkRecord, neighbour_tokens: Iterable[Sequence[int]]) -> str:
+    """Identifies all that a chunk was encoded after: its context, or its contexts and how they are combined."""
+    contexts = encoding_contexts(record, neighbour_tokens)
+    if not record.splits:
+        return context_hash(contexts[0])
+    return hash_fields("contexts", record.mixture.encode(), *map(token_bytes, contexts))

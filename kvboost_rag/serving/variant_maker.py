@@ -64,7 +64,7 @@ class VariantMaker:
         registry = ChunkRegistry(self.store, self.tokens, identity, self._fingerprints)
         encoder = Encoder(loaded.model, report.layout) if report.layout is not None else None
         fetcher = ChunkFetcher(registry, encoder, self.metrics)
-        similar = SimilarChunks(registry, encoding.embedder)
+        similar = SimilarChunks(registry, encoding.embedder, encoding.siblings)
         donors = Donors(fetcher, encoding.donor_rules)
         run = partial(self._run_as, state.fingerprint, adapters)
         warmer = Warmer(fetcher, similar, donors, encoding, lambda: config.resolve().donors, run)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvboost_rag.datamodels import ChunkRecord
-from kvboost_rag.kv.keys import content_hash, context_hash
+from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.disk.chunk_file import USELESS, ChunkFileError
 from kvboost_rag.stores.disk.store import DiskStore
@@ -164,7 +164,7 @@ def _verify_file(disk: DiskStore, key: str, accounted: int | None, report: Verif
 
 def _context_of(disk: DiskStore, record: ChunkRecord) -> str | None:
     try:
-        return context_hash(disk.catalog.context_ids(record))
+        return disk.catalog.context_hash(record)
     except KeyError:
         return None
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost_rag.indexing.embeddings import load_embedder, unit_vectors
-from kvboost_rag.indexing.neighbour_groups import group_chunks, group_neighbours
-from kvboost_rag.indexing.neighbours import NeighbourRules, choose_neighbours, plan_rewarm
+from kvboost_rag.indexing.neighbour_groups import group_chunks, group_contexts
+from kvboost_rag.indexing.neighbours import NeighbourRules, choose_contexts, plan_rewarm
 from kvboost_rag.indexing.vector_index import VectorIndex
 
 DIM = 8
@@ -124,25 +124,59 @@ TOKENS = dict.fromkeys(ANGLES, 100)
 
 
 def test_neighbours_are_the_most_similar_others_nearest_last():
-    chosen = choose_neighbours(line_index(ANGLES), ["a", "e"], TOKENS, NeighbourRules(count=3))
-    assert chosen == {"a": ("d", "c", "b"), "e": ("c", "d", "f")}
-    assert choose_neighbours(line_index(ANGLES), ["a"], TOKENS, NeighbourRules(count=0)) == {"a": ()}
-    assert choose_neighbours(line_index({"a": 0}), ["a"], TOKENS, NeighbourRules()) == {"a": ()}
+    chosen = choose_contexts(line_index(ANGLES), ["a", "e"], TOKENS, NeighbourRules(count=3))
+    assert chosen == {"a": (("d", "c", "b"),), "e": (("c", "d", "f"),)}
+    assert choose_contexts(line_index(ANGLES), ["a"], TOKENS, NeighbourRules(count=0)) == {"a": ((),)}
+    assert choose_contexts(line_index({"a": 0}), ["a"], TOKENS, NeighbourRules()) == {"a": ((),)}
+
+
+def test_what_stands_before_a_chunk_in_its_document_stands_nearest():
+    index, rules = line_index(ANGLES), NeighbourRules(count=4)
+    places = {"a": ("e", "f"), "b": ("f", "f"), "c": ("c", "a")}
+    chosen = choose_contexts(index, ["a", "b", "c", "d"], TOKENS, rules, places)
+    assert chosen["a"] == (("c", "b", "e", "f"),)  # two similar ones, the head, the one before
+    assert chosen["b"] == (("d", "c", "a", "f"),)  # the head is the one before
+    assert chosen["c"] == (("d", "b", "a"),) or chosen["c"][0][-1] == "a"  # a chunk that comes twice, the head itself
+    assert chosen["d"] == choose_contexts(index, ["d"], TOKENS, rules)["d"]
+    short = choose_contexts(index, ["a"], TOKENS, NeighbourRules(count=4, max_tokens=250), places)
+    assert short == {"a": (("e", "f"),)}
+
+
+def test_further_contexts_are_the_next_similar_chunks():
+    index = line_index(ANGLES)
+    two = choose_contexts(index, ["a"], TOKENS, NeighbourRules(count=2, contexts=2))
+    assert two == {"a": (("c", "b"), ("e", "d"))}
+    beside = choose_contexts(index, ["a"], TOKENS, NeighbourRules(count=2, contexts=2), {"a": ("e", "f")})
+    assert beside == {"a": (("e", "f"), ("c", "b"))}
+    many = choose_contexts(index, ["a"], TOKENS, NeighbourRules(count=3, contexts=4))["a"]
+    assert many == (("d", "c", "b"), ("f", "e"))  # no more than there are chunks for
+    with pytest.raises(ValueError, match="contexts=0"):
+        NeighbourRules(contexts=0)
+
+
+def test_a_changed_predecessor_and_a_missing_context_are_worth_encoding_again():
+    index, rules = line_index(ANGLES), NeighbourRules(count=2)
+    plain = choose_contexts(index, list(ANGLES), TOKENS, rules)
+    moved = plan_rewarm(index, plain, TOKENS, rules, {"a": ("e", "f")})
+    assert moved.changes == {"a": (("e", "f"),)}
+    assert plan_rewarm(index, plain | moved.changes, TOKENS, rules, {"a": ("e", "f")}).changes == {}
+    wider = plan_rewarm(index, plain, TOKENS, NeighbourRules(count=2, contexts=2))
+    assert set(wider.changes) == set(ANGLES)
 
 
 def test_a_neighbour_that_does_not_fit_is_passed_over():
     tokens = TOKENS | {"b": 900}
-    chosen = choose_neighbours(line_index(ANGLES), ["a"], tokens, NeighbourRules(count=2, max_tokens=250))
-    assert chosen == {"a": ("d", "c")}
+    chosen = choose_contexts(line_index(ANGLES), ["a"], tokens, NeighbourRules(count=2, max_tokens=250))
+    assert chosen == {"a": (("d", "c"),)}
     with pytest.raises(ValueError, match="count=-1"):
         NeighbourRules(count=-1)
 
 
 def test_rewarming_changes_what_is_worth_it_only():
     index, rules = line_index(ANGLES), NeighbourRules(count=2)
-    best = choose_neighbours(index, list(ANGLES), TOKENS, rules)
+    best = choose_contexts(index, list(ANGLES), TOKENS, rules)
     assert plan_rewarm(index, best, TOKENS, rules).changes == {}
-    current = best | {"a": ("d", "b"), "e": ("a", "b"), "f": ("deleted", "e"), "gone": ("a",)}
+    current = best | {"a": (("d", "b"),), "e": (("a", "b"),), "f": (("deleted", "e"),), "gone": (("a",),)}
     plan = plan_rewarm(index, current, TOKENS, rules)
     assert plan.changes == {"e": best["e"], "f": best["f"]}
     assert (plan.num_chunks, plan.num_different) == (6, 3)
@@ -153,9 +187,11 @@ def test_rewarming_changes_what_is_worth_it_only():
 def test_groups_are_chains_of_similar_chunks():
     groups = group_chunks(line_index(ANGLES), list(ANGLES), TOKENS, size=4)
     assert groups == [("a", "b", "c", "d"), ("e", "f")]
-    assert group_neighbours(groups) == {
-        "a": (), "b": ("a",), "c": ("a", "b"), "d": ("a", "b", "c"), "e": (), "f": ("e",)
-    }  # fmt: skip
+    before = {"a": (), "b": ("a",), "c": ("a", "b"), "d": ("a", "b", "c"), "e": (), "f": ("e",)}
+    assert group_contexts(groups) == {key: (context,) for key, context in before.items()}
+    both = group_contexts(groups, contexts=2)
+    assert (both["a"], both["c"]) == (((), ("d", "c", "b")), (("a", "b"), ("d",)))
+    assert group_contexts([("x",)], contexts=2) == {"x": ((),)}
 
 
 def test_a_chunk_left_alone_joins_where_there_is_room():

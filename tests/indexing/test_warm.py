@@ -46,7 +46,7 @@ def test_progress_counts_up_to_everything(engine: KVBoost) -> None:
 def test_neighbours_are_the_encoding_context_nearest_last(engine: KVBoost) -> None:
     report = engine.warm(DOCUMENTS[:1], neighbours=[[DOCUMENTS[1], DOCUMENTS[2]]])
     record = engine.registry.register(DOCUMENTS[0], "")
-    context = engine.store.catalog.context_ids(record)
+    context = engine.store.catalog.contexts(record)[0]
     assert report.encoded_tokens == len(context) + len(record.token_ids)
     second = engine.tokens.document_ids(DOCUMENTS[2])
     separator = engine.tokens.document_ids("\n\n")

@@ -69,7 +69,7 @@ def test_it_is_the_distance_to_encoding_behind_the_anchor_alone(
     chunk = loaded(engine, DOCUMENTS[0])
     assert chunk.sensitivity is not None
     assert chunk.sensitivity.dtype == torch.float16
-    context = engine.store.catalog.context_ids(chunk.record)
+    context = engine.store.catalog.contexts(chunk.record)[0]
     expected = by_hand(engine, DOCUMENTS[0], context, chunk.record.anchor_ids)
     torch.testing.assert_close(chunk.sensitivity.float(), expected, atol=1e-3, rtol=2e-3)
     assert expected.max() > 0.01

@@ -41,7 +41,7 @@ def test_records_may_name_each_other_as_neighbours(catalog: Catalog) -> None:
 def test_context_ids_are_the_anchor_then_the_neighbours_in_order(catalog: Catalog) -> None:
     far, near = catalog.add_many([build_record(200), build_record(100)])
     record = catalog.add(build_record(1, (far.content_hash, near.content_hash), anchor=(7, 8)))
-    assert catalog.context_ids(record) == (7, 8, *far.token_ids, *near.token_ids)
+    assert catalog.contexts(record)[0] == (7, 8, *far.token_ids, *near.token_ids)
 
 
 @pytest.mark.parametrize("fault", ["unknown", "itself", "tenant", "hash"])
@@ -63,7 +63,7 @@ def test_forgetting_a_chunk_gives_its_dependents_a_context_without_it(tmp_path: 
     record = catalog.add(build_record(1, (far.content_hash, near.content_hash), anchor=(3,)))
     assert catalog.forget([far.content_hash], [("", "nobody")], ["ab" * 32]) == (record.content_hash,)
     assert catalog.get(far.content_hash) is None
-    assert catalog.context_ids(catalog.get(record.content_hash)) == (3, *near.token_ids)
+    assert catalog.contexts(catalog.get(record.content_hash))[0] == (3, *near.token_ids)
     assert set(catalog.erasures.pending()) == {far.content_hash, record.content_hash, "ab" * 32}
     assert catalog.forget([record.content_hash, near.content_hash]) == ()
     assert catalog.database.read("SELECT count(*) FROM chunks") == [(0,)]

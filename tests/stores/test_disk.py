@@ -19,7 +19,6 @@ import safetensors.torch
 import torch
 
 from kvboost_rag.cli import options
-from kvboost_rag.kv.keys import context_hash
 from kvboost_rag.stores import DiskStore, MemoryStore, StoreError, TieredStore
 from kvboost_rag.stores.catalog.database import StoreBusyError, waiting_at_most
 from kvboost_rag.stores.disk import chunk_file
@@ -290,7 +289,7 @@ def test_a_lost_catalog_is_rebuilt_from_the_files(tmp_path: Path, fault: str) ->
         assert same(again.get(entry.key, check_of(entry)), entry)
     found = again.catalog.get(record.content_hash)
     assert found == record
-    assert context_hash(again.catalog.context_ids(found)) == entries[0].context_hash
+    assert again.catalog.context_hash(found) == entries[0].context_hash
     assert again.catalog.get(neighbour.content_hash) is None
     assert [t for _, _, t in again.catalog.texts(FINGERPRINT, "")] == [record.text]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.kv.keys import content_hash as hash_of
-from kvboost_rag.kv.keys import encoding_context
+from kvboost_rag.kv.keys import encoding_contexts, record_context_hash
 from kvboost_rag.stores.catalog import rows
+from kvboost_rag.stores.catalog.contexts import without
 from kvboost_rag.stores.catalog.database import Database
 from kvboost_rag.stores.catalog.erasures import Erasures
 from kvboost_rag.stores.catalog.schema import SCHEMA, SCHEMA_VERSION
@@ -157,17 +158,20 @@ class Catalog:
             found.update(row[0] for row in self.database.read(sql, page))
         return found
 
-    def context_ids(self, record: ChunkRecord) -> tuple[int, ...]:
-        """Token ids of the record's encoding context: the anchor, then its neighbours in order, separated.
+    def contexts(self, record: ChunkRecord) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each of the record's encoding contexts: the anchor, then its neighbours in order, separated.
 
         Raises:
             KeyError: a neighbour's token ids are not in the catalog.
         """
-        tokens = self.neighbour_tokens(record)
-        return encoding_context(record, tokens)
+        return encoding_contexts(record, self.neighbour_tokens(record))
+
+    def context_hash(self, record: ChunkRecord) -> str:
+        """What KV must have been encoded after to be the record's (`kv.keys.record_context_hash`); raises as above."""
+        return record_context_hash(record, self.neighbour_tokens(record))
 
     def neighbour_tokens(self, record: ChunkRecord) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each neighbour, removed ones included. Raises KeyError as `context_ids` does."""
+        """Token ids of each neighbour, removed ones included. Raises KeyError as `contexts` does."""
         ids = rows.tokens(self.database, record.neighbours)
         for neighbour in record.neighbours:
             if neighbour not in ids or hash_of(record.fingerprint, record.namespace, ids[neighbour]) != neighbour:
@@ -217,8 +221,7 @@ class Catalog:
             dependents = {d: None for chunk in gone for d in self.dependents(chunk) if d not in gone}
             known = self.get_many(dependents)
             for record in known.values():
-                left = tuple(n for n in record.neighbours if n not in gone)
-                rows.set_context(db, replace(record, neighbours=left, forward_tokens=0), self._secret, True)
+                rows.set_context(db, without(record, gone), self._secret, True)
             for namespace, source_id in sources:
                 db.execute("DELETE FROM sources WHERE namespace = ? AND source_id = ?", (namespace, source_id))
             # A damaged record cannot be given another context; its chunk is registered again when it is next needed.

@@ -58,7 +58,7 @@ def insert_removed(db: sqlite3.Connection, dependent: ChunkRecord, chunk: str, t
 def set_context(
     db: sqlite3.Connection, record: ChunkRecord, secret: bytes | None, removed_allowed: bool = False
 ) -> None:
-    """Store the record's anchor, its neighbours and the length of its forward, and the digest over all of it.
+    """Store the record's anchor, its contexts and the length of its forward, and the digest over all of it.
 
     Raises:
         ValueError: a neighbour is not a known chunk of the same model and namespace, or is the chunk itself.
@@ -77,6 +77,8 @@ def set_context(
         if row[:2] != (record.fingerprint, record.namespace):
             raise ValueError(f"neighbour {neighbour[:16]} of {chunk[:16]} has another model or namespace")
         db.execute("INSERT INTO contexts VALUES (?, ?, ?)", (chunk, place, neighbour))
+    if record.splits:
+        db.execute("INSERT INTO mixtures VALUES (?, ?, ?)", (chunk, pack(record.splits), record.mixture))
     if record.forward_tokens:
         db.execute("INSERT INTO forwards VALUES (?, ?)", (chunk, record.forward_tokens))
     digest = digest_of(record, secret)
@@ -87,6 +89,7 @@ def drop_context(db: sqlite3.Connection, chunk: str) -> None:
     """Forget which chunks `chunk` was encoded after."""
     db.execute("DELETE FROM contexts WHERE chunk = ?", (chunk,))
     db.execute("DELETE FROM forwards WHERE chunk = ?", (chunk,))
+    db.execute("DELETE FROM mixtures WHERE chunk = ?", (chunk,))
 
 
 def remove(db: sqlite3.Connection, chunks: Iterable[str]) -> None:
@@ -96,6 +99,7 @@ def remove(db: sqlite3.Connection, chunks: Iterable[str]) -> None:
             db.execute("UPDATE catalog_state SET removals = removals + 1")
         drop_context(db, chunk)
         db.execute("DELETE FROM sources WHERE chunk = ?", (chunk,))
+        db.execute("DELETE FROM places WHERE chunk = ?1 OR head = ?1 OR before = ?1", (chunk,))
         db.execute("DELETE FROM arrays WHERE key = ?", (chunk,))
         db.execute("DELETE FROM chunks WHERE content_hash = ?", (chunk,))
 
@@ -129,7 +133,8 @@ def select(
         neighbours.setdefault(chunk, []).append(neighbour)
     found = database.read(
         "SELECT content_hash, digest, fingerprint, namespace, text, c.token_ids, a.token_ids, a.separator_ids, "
-        "coalesce(f.num_tokens, 0) FROM chunks c LEFT JOIN forwards f ON f.chunk = content_hash "
+        "coalesce(f.num_tokens, 0), coalesce(m.splits, x''), coalesce(m.weights, '') FROM chunks c "
+        "LEFT JOIN forwards f ON f.chunk = content_hash LEFT JOIN mixtures m ON m.chunk = content_hash "
         f"LEFT JOIN anchors a ON a.hash = anchor WHERE content_hash IN ({marks}) AND NOT removed",
         chunks,
     )
@@ -139,10 +144,11 @@ def select(
 
 def _record(row: Sequence[Any], neighbours: tuple[str, ...], secret: bytes | None) -> ChunkRecord | None:
     """SQLite's columns may hold anything; the digest says whether they are what was written."""
-    chunk, digest, fingerprint, namespace, text, ids, anchor, separator, forward = row
+    chunk, digest, fingerprint, namespace, text, ids, anchor, separator, *how = row
     try:
         frame = unpack(anchor), neighbours, unpack(separator)
-        record = ChunkRecord(chunk, fingerprint, namespace, text, unpack(ids), *frame, forward)
+        forward, splits, mixture = how[0], unpack(how[1]), how[2]
+        record = ChunkRecord(chunk, fingerprint, namespace, text, unpack(ids), *frame, forward, splits, mixture)
         _check_hash(record)
         return record if is_digest(digest, record, secret) else None
     except (TypeError, ValueError, AttributeError, OverflowError):
@@ -160,6 +166,8 @@ def digest_of(record: ChunkRecord, secret: bytes | None) -> bytes:
             record.text.encode(),
             *(token_bytes(ids) for ids in (record.token_ids, record.anchor_ids, record.separator_ids)),
             token_bytes((record.forward_tokens,)),
+            token_bytes(record.splits),
+            record.mixture.encode(),
             *(neighbour.encode() for neighbour in record.neighbours),
         )
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 # `removed` = 1: only token ids are known, from the file of a chunk that was encoded after it (`Catalog.restore`); the
 # row goes when nothing names it any more. `seq` grows with every added chunk, so that readers can ask for what is new.
@@ -44,6 +44,20 @@ CREATE INDEX IF NOT EXISTS contexts_by_neighbour ON contexts (neighbour);
 CREATE TABLE IF NOT EXISTS forwards (
     chunk TEXT PRIMARY KEY,
     num_tokens INTEGER NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS mixtures (
+    chunk TEXT PRIMARY KEY,
+    splits BLOB NOT NULL,
+    weights TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS places (
+    chunk TEXT PRIMARY KEY,
+    head TEXT NOT NULL,
+    before TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE INDEX IF NOT EXISTS places_by_head ON places (head);
+
+CREATE INDEX IF NOT EXISTS places_by_before ON places (before);
 
 CREATE TABLE IF NOT EXISTS sources (
     namespace TEXT NOT NULL,

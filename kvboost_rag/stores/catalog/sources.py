@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from kvboost_rag.stores.catalog.database import Database
+
+PAGE = 500
 
 
 class Sources:
@@ -50,6 +53,36 @@ class Sources:
             (namespace, source_id, fingerprint),
         )
         return tuple(row[0] for row in found)
+
+    def place(self, chunks: Sequence[str]) -> None:
+        """Say that chunks stand in this order in one document, whether or not it is a source."""
+        with self._database.transaction() as db:
+            db.executemany("DELETE FROM places WHERE chunk = ?", ((chunk,) for chunk in chunks))
+            rows = ((chunk, chunks[0], before) for before, chunk in pairwise(chunks))
+            db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?, ?)", rows)
+
+    def places(self, fingerprint: str, namespace: str, chunks: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """For each of `chunks` that stands behind others in a document: its first chunk, and the one just before.
+
+        What `place` said counts first, then the sources; a chunk that several sources have is taken where the first of
+        them, by name, has it.
+        """
+        same = "{0}.namespace = s.namespace AND {0}.source_id = s.source_id AND {0}.fingerprint = s.fingerprint"
+        in_sources = (
+            f"SELECT s.chunk, head.chunk, before.chunk FROM sources s "
+            f"JOIN sources head ON {same.format('head')} AND head.place = 0 "
+            f"JOIN sources before ON {same.format('before')} AND before.place = s.place - 1 "
+            "WHERE s.namespace = ? AND s.fingerprint = ? AND s.chunk IN ({marks}) ORDER BY s.source_id, s.place"
+        )
+        found: dict[str, tuple[str, str]] = {}
+        for start in range(0, len(chunks), PAGE):
+            page = chunks[start : start + PAGE]
+            marks = ",".join("?" * len(page))
+            rows = self._database.read(f"SELECT chunk, head, before FROM places WHERE chunk IN ({marks})", page)
+            rows += self._database.read(in_sources.replace("{marks}", marks), (namespace, fingerprint, *page))
+            for chunk, head, before in rows:
+                found.setdefault(chunk, (head, before))
+        return found
 
     def all(self, namespace: str | None = None) -> list[tuple[str, str]]:
         """`(namespace, source_id)` of all sources, or of those of one namespace."""

@@ -53,6 +53,8 @@ def header_text(
             "separator_ids": record.separator_ids,
             "neighbours": record.neighbours,
             "forward_tokens": record.forward_tokens,
+            "splits": record.splits,
+            "mixture": record.mixture,
             "neighbour_tokens": list(neighbour_tokens),
         }
     return json.dumps(header, separators=(",", ":"), ensure_ascii=True)
@@ -81,10 +83,12 @@ def parse_header(text: str) -> ChunkHeader:
             tuple(_text(neighbour) for neighbour in _list(known["neighbours"])),
             _ids(known["separator_ids"]),
             _whole(known["forward_tokens"], LAST_TOKEN),
+            _ids(known.get("splits", [])),
+            _text(known.get("mixture", "")),
         )
         neighbour_tokens = tuple(_ids(ids) for ids in _list(known["neighbour_tokens"]))
-        if len(neighbour_tokens) != len(record.neighbours):
-            raise ValueError("not one list of token ids for each neighbour")
+        if {len(neighbour_tokens), sum(record.splits or (len(record.neighbours),))} != {len(record.neighbours)}:
+            raise ValueError("not one list of token ids for each neighbour, or not each in a context")
     return ChunkHeader(
         key=key,
         namespace=namespace,

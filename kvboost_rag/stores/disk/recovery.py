@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvboost_rag.kv.keys import context_hash, encoding_context
+from kvboost_rag.kv.keys import record_context_hash
 from kvboost_rag.stores.base import EntryInfo
 from kvboost_rag.stores.catalog.catalog import Catalog
 from kvboost_rag.stores.catalog.database import StoreError
@@ -71,8 +71,7 @@ def enter(folder: StoreFolder, table: FileTable, catalog: Catalog, key: str, sec
     if header.key != key:
         raise ChunkFileError("swapped", f"holds {header.key[:16]}")
     if header.record is not None:
-        tokens = encoding_context(header.record, header.neighbour_tokens)
-        if context_hash(tokens) != header.context_hash:
+        if record_context_hash(header.record, header.neighbour_tokens) != header.context_hash:
             raise ChunkFileError("corrupt", "the encoding context does not have its hash")
         catalog.restore(header.record, header.neighbour_tokens)
     table.add(_info_of(header, num_bytes))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvboost_rag.datamodels import ChunkRecord, StoreEntry
-from kvboost_rag.kv.keys import content_hash, context_hash, encoding_context
+from kvboost_rag.kv.keys import content_hash, record_context_hash
 from kvboost_rag.stores.base import EntryInfo, Store, StoreError
 from kvboost_rag.stores.budget import DEFAULT_RATIO, disk_budget
 from kvboost_rag.stores.catalog.catalog import Catalog
@@ -228,8 +228,7 @@ class DiskStore(Store):
             tokens = self.catalog.neighbour_tokens(record)
         except KeyError:
             return None, ()
-        context = encoding_context(record, tokens)
-        return (record, tokens) if context_hash(context) == entry.context_hash else (None, ())
+        return (record, tokens) if record_context_hash(record, tokens) == entry.context_hash else (None, ())
 
     def _write(self, entry: StoreEntry, pieces: list[Piece], num_bytes: int, reservation: Reservation) -> str | None:
         """Write and publish a file under its reservation, or say why not (`context`).
