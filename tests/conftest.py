@@ -51,6 +51,14 @@ def on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_documents_are_reused() -> Iterator[None]:
+    """Tests have short documents, which an engine computes as a rule; those of that rule set it themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVBOOST_FULL_BELOW", "0")
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """Byte-level BPE of 384 tokens with a ChatML template: any text encodes, and decodes to itself."""

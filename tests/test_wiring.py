@@ -184,7 +184,8 @@ def test_what_would_give_other_bits_is_loaded(make_engine: MakeEngine, tmp_path:
         for text in DOCUMENTS:
             record = first.registry.register(text, "")
             job, check = first.registry.check(record)
-            first.fetcher.keep(record, first.fetcher.encoder.encode(job), job, check)  # type: ignore[union-attr]
+            kv = first.fetcher.encoder.encode(job.parts[0])  # type: ignore[union-attr]
+            first.fetcher.keep(record, job, [kv], check)
     first.warm(DOCUMENTS)
     first.close()
     config = ReuseConfig(disk_load="always") if reason == "always" else None

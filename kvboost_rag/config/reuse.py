@@ -23,6 +23,10 @@ from kvboost_rag.config.environment import env_flag, env_float, env_int, env_tex
 DiskLoad = Literal["measured", "always"]
 
 
+FULL_BELOW = 256
+"""Default of `ReuseConfig.full_below`: by the short questions in `docs/benchmarks.md`."""
+
+
 @dataclass(frozen=True)
 class ReuseConfig:
     """How stored KV is used. A field left at None takes the environment's value, else that of the model's profile,
@@ -40,6 +44,9 @@ class ReuseConfig:
             measure deviation only (`KVBOOST_DEVIATION_THRESHOLD`).
         max_recompute_ratio: upper bound on recomputed / document tokens for every strategy but `full`, so that
             latency stays bounded; default max(0.30, recompute_ratio).
+        full_below: documents that have together at most this many tokens are computed like the rest of the prompt,
+            since that costs next to nothing; of n tokens above it at least (full_below / n)² · n are. Default 256
+            (`KVBOOST_FULL_BELOW`), and 0 where one of the four settings above or `repair="none"` was given.
         tau_reuse, tau_recompute: chunk-level deviation below which `cacheblend` reuses a chunk as it is, and above
             which it recomputes all of it (within the bound); 0.02 and 0.20.
         disk_load: `measured` (default): a chunk that lies on disk is encoded again where that has been faster on this
@@ -65,6 +72,7 @@ class ReuseConfig:
     top_k: int | None = None
     deviation_threshold: float | None = None
     max_recompute_ratio: float | None = None
+    full_below: int | None = None
     tau_reuse: float = 0.02
     tau_recompute: float = 0.20
     disk_load: DiskLoad = "measured"
@@ -89,6 +97,8 @@ class ReuseConfig:
         check_range("tau_recompute", self.tau_recompute, self.tau_reuse, None)
         if self.top_k is not None:
             check_count("top_k", self.top_k, 0, "rows per chunk")
+        if self.full_below is not None:
+            check_count("full_below", self.full_below, 0, "tokens")
         object.__setattr__(self, "adapter", check_adapter(self.adapter))
         for name in ("donors", "settle"):
             if getattr(self, name) is not None:
@@ -152,14 +162,14 @@ class ReuseConfig:
         fallback_ratio = default.recompute_ratio if own else CalibratedDefaults.recompute_ratio
         ratio = fallback_ratio if self.recompute_ratio is None else self.recompute_ratio
         cap = self.max_recompute_ratio
-        disabled = env_flag(env, "KVBOOST_DISABLE")
         return ResolvedConfig(
-            reuse="off" if disabled else self.reuse or default.reuse,
+            reuse="off" if env_flag(env, "KVBOOST_DISABLE") else self.reuse or default.reuse,
             repair=repair,
             recompute_ratio=ratio if cap is None else min(ratio, cap),
             top_k=from_env.top_k,
             deviation_threshold=from_env.deviation_threshold,
             max_recompute_ratio=max(0.30, ratio) if cap is None else cap,
+            full_below=self._full_below(env_int(env, "KVBOOST_FULL_BELOW"), repair),
             tau_reuse=self.tau_reuse,
             tau_recompute=self.tau_recompute,
             adapters=self.adapters,
@@ -172,6 +182,15 @@ class ReuseConfig:
             settle=bool(self.settle),
             repair_options=default.repair_options if own else {},
         )
+
+    def _full_below(self, env_value: int | None, repair: str) -> int:
+        """Not where somebody said how many rows there should be."""
+        if self.full_below is not None:
+            return self.full_below
+        said = (self.recompute_ratio, self.top_k, self.deviation_threshold, self.max_recompute_ratio)
+        if repair == "none" or any(rule is not None for rule in said):
+            return 0
+        return FULL_BELOW if env_value is None else env_value
 
     def _unless_other_rule(self, name: str, env_value: Any) -> Any:
         """An argument beats the environment, and so does an argument for one of the alternatives of the same rule."""
@@ -196,6 +215,7 @@ class ResolvedConfig:
     tau_recompute: float
     namespace: str
     strict: bool
+    full_below: int = 0
     adapters: tuple[str, ...] | None = None
     shadow_rate: float = 0.0
     shadow_max_kl: float | None = None

@@ -50,9 +50,14 @@ class RepairContext:
         return sum(end - start for start, end in self.documents)
 
     @property
+    def least_ratio(self) -> float:
+        """Share of the document tokens that is recomputed at least, since the documents are short."""
+        return least_ratio(self.config, self.num_document_tokens)
+
+    @property
     def max_rows(self) -> int:
         """Document rows that may be recomputed at most."""
-        return int(self.config.max_recompute_ratio * self.num_document_tokens)
+        return int(max(self.config.max_recompute_ratio, self.least_ratio) * self.num_document_tokens)
 
     @property
     def known_sensitivity(self) -> torch.Tensor:
@@ -81,6 +86,13 @@ class RepairContext:
     def means(self, per_token: torch.Tensor) -> tuple[float, ...]:
         """`[num_document_tokens]` averaged over each document."""
         return tuple(float(part.mean()) for part in self.per_chunk(per_token))
+
+
+def least_ratio(config: ResolvedConfig, num_document_tokens: int) -> float:
+    """All of short documents, and less the longer they are (`ReuseConfig.full_below`)."""
+    if num_document_tokens <= config.full_below:
+        return 1.0
+    return (config.full_below / num_document_tokens) ** 2
 
 
 def not_measured() -> None:
@@ -127,7 +139,8 @@ def choose(scores: torch.Tensor, context: RepairContext, deviation: torch.Tensor
     elif config.top_k is not None:
         wanted = torch.cat([top_mask(part, config.top_k) for part in context.per_chunk(scores)])
     else:
-        wanted = top_mask(scores, round(config.recompute_ratio * len(scores)))
+        ratio = max(config.recompute_ratio, context.least_ratio)
+        wanted = top_mask(scores, round(ratio * len(scores)))
     return wanted & top_mask(scores.masked_fill(~wanted, float("-inf")), context.max_rows)
 
 

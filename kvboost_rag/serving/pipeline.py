@@ -23,6 +23,7 @@ from kvboost_rag.kv.realign import PositionTables
 from kvboost_rag.models.hf_cache import BufferCache
 from kvboost_rag.observe.timing import StageClock
 from kvboost_rag.repair import RepairContext
+from kvboost_rag.repair.base import least_ratio
 from kvboost_rag.serving.decode import prompt_tensor
 from kvboost_rag.serving.history import past, past_tokens
 from kvboost_rag.serving.requests import Request
@@ -84,7 +85,7 @@ class Pipeline(PlainPrefill):
         if reuse == "exact":
             return self.exact(prompt, request.config.namespace, room, clock)
         prompt = self._settled(prompt, request)
-        if prompt.documents:
+        if prompt.documents and least_ratio(request.config, prompt.num_document_tokens) < 1:
             return self.blend(prompt, request, room, clock)
         short = not self.prefixes.whole(len(prompt.token_ids) - 1)
         return prompt if short else self.exact(prompt, request.config.namespace, room, clock)

@@ -120,14 +120,15 @@ def engine(smollm2: Any) -> Iterator[KVBoost]:
 
 
 def job_of(engine: KVBoost, text: str) -> EncodingJob:
-    return engine.registry.check(engine.registry.register(text, ""))[0]
+    return engine.registry.check(engine.registry.register(text, ""))[0].parts[0]
 
 
 def answer_logits(engine: KVBoost, edit: str, kv: ChunkKV) -> torch.Tensor:
     """Log-probabilities `[num_answer_tokens + 1, vocab_size]` along the answer with `kv` stored for the edited text."""
     text, question, answer = EDITS[edit]
     record = engine.registry.register(text, "")
-    engine.fetcher.keep(record, kv, *engine.registry.check(record))
+    job, check = engine.registry.check(record)
+    engine.fetcher.keep(record, job, [kv], check)
     messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
     return engine.logits(messages, engine.tokens.document_ids(answer), repair="none", strict=True).log_softmax(-1)
 
