@@ -16,6 +16,7 @@ from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.indexing.embeddings import UNNAMED, Embedder, ModelVectors, load_embedder, unit_vectors
 from kvboost_rag.indexing.neighbour_groups import group_chunks, group_contexts
 from kvboost_rag.indexing.neighbours import Contexts, NeighbourRules, Places, RewarmPlan, choose_contexts, plan_rewarm
+from kvboost_rag.indexing.token_counts import TokenCounts
 from kvboost_rag.indexing.vector_index import VectorIndex
 from kvboost_rag.models.errors import ModelLoadError
 from kvboost_rag.stores.catalog.chunk_arrays import ChunkArrays
@@ -24,7 +25,6 @@ from kvboost_rag.stores.maintenance import set_contexts
 logger = logging.getLogger(__name__)
 
 _BATCH = 32
-_NEVER_FITS = 2**62
 _ASSIGNED = "assigned"
 
 
@@ -266,7 +266,7 @@ class SimilarChunks:
         return list(catalog.get_many(keys).values())
 
     def _num_tokens(self) -> dict[str, int]:
-        return _TokenCounts(self.registry)
+        return TokenCounts(self.registry)
 
     def _arrays(self, kind: str, namespace: str, dtype: Any) -> ChunkArrays:
         return self.registry.store.catalog.arrays(kind, self.registry.fingerprint, namespace, dtype)
@@ -288,16 +288,3 @@ class SimilarChunks:
                 f"{error}; or give an embedder of your own (EncodingConfig(embedder=…)), or say neighbours=0"
             ) from error
         return self._embed
-
-
-class _TokenCounts(dict[str, int]):
-    """Tokens of chunks by content hash, read from the catalog when asked for; one that is gone fits nowhere."""
-
-    def __init__(self, registry: ChunkRegistry) -> None:
-        super().__init__()
-        self._catalog = registry.store.catalog
-
-    def __missing__(self, key: str) -> int:
-        record = self._catalog.get(key)
-        self[key] = _NEVER_FITS if record is None else len(record.token_ids)
-        return self[key]
