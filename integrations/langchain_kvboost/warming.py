@@ -50,6 +50,21 @@ def segment_text(document: Document, prompt: BasePromptTemplate[str] | None) -> 
     return document.page_content if prompt is None else format_document(document, prompt)
 
 
+def pieces_of_documents(documents: Sequence[Document], texts: Sequence[str]) -> list[list[str]]:
+    """Texts by the document that they were cut out of, in order; those that stand alone are left out.
+
+    A splitter copies the metadata of what it splits: `source` (loaders), `doc_id` (ParentDocumentRetriever); the order is
+    `start_index` where the splitter wrote it, else the given one.
+    """
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for place, (document, text) in enumerate(zip(documents, texts, strict=True)):
+        origin = next((v for k in ("doc_id", "source") if isinstance(v := document.metadata.get(k), str) and v), None)
+        start = document.metadata.get("start_index")
+        if origin is not None and text:
+            groups.setdefault(origin, []).append((start if isinstance(start, int) else place, text))
+    return [[text for _, text in sorted(group)] for group in groups.values() if len(group) > 1]
+
+
 def announce(engine: KVBoost, texts: Sequence[str], namespace: str | None) -> None:
     """Make texts known that will stand in a prompt soon, and have their stored KV read in the background."""
     engine.register(texts, namespace=namespace)
@@ -95,6 +110,7 @@ class DocumentWarming:
             texts = self._texts(engine, documents)
             used = [i for i, text in enumerate(texts) if text]
             vectors = self._vectors(engine, [documents[i] for i in used])
+            self._place(engine, documents, texts)
             engine.warm([texts[i] for i in used], embeddings=vectors, **self._options)
 
     def add(self, documents: Sequence[Document], source_ids: Sequence[str]) -> None:
@@ -106,6 +122,7 @@ class DocumentWarming:
             texts = self._texts(engine, documents)
             vectors = self._vectors(engine, documents)
             rows = [None if vectors is None else replace(vectors, rows=vectors.rows[[i]]) for i in range(len(texts))]
+            self._place(engine, documents, texts)
             # An id that comes twice has what it was given last, as in the vector store.
             given = zip(source_ids, texts, rows, strict=False)
             sources = {source_id: SourceTexts([text], row) for source_id, text, row in given}
@@ -118,6 +135,11 @@ class DocumentWarming:
             StoreError: something could not be removed; call again.
         """
         engine_of(self._llm).index.delete_many(source_ids, namespace=self._namespace)
+
+    def _place(self, engine: KVBoost, documents: Sequence[Document], texts: Sequence[str]) -> None:
+        """Say which documents were cut out of the same text, in the order in which they stand there."""
+        for group in pieces_of_documents(documents, texts):
+            engine.index.place(group, namespace=self._namespace)
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -88,6 +88,25 @@ def test_the_warmer_chooses_similar_neighbours(model: Any) -> None:
     assert [r.text[:4] for r in behind["aaaa bbbb"].values()] == ["aaaa"]
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_what_stands_before_a_piece_in_its_document_belongs_into_its_context(model: Any, written: bool) -> None:
+    pieces = [
+        f"{word} {number} tells of letters and more letters" for number, word in enumerate(("aa", "bb", "cc", "dd"))
+    ]
+    others = [Document("zz unrelated", metadata={"source": "b.txt"})]
+    documents = [
+        Document(text, metadata={"source": "a.txt"} | ({"start_index": 100 * n} if written else {}))
+        for n, text in enumerate(pieces)
+    ]
+    given = documents[::-1] if written else documents  # with start_index the order of the call does not matter
+    KVBoostWarmer(model, embeddings=Letters(), neighbours=2).transform_documents([*others, *given])
+    registry = model.engine.registry
+    record = registry.register(pieces[3], "")
+    known = registry.store.catalog.get_many(record.neighbours)
+    assert [known[key].text for key in record.contexts[0]] == [pieces[0], pieces[2]]  # the head, the one before
+    assert registry.register(pieces[1], "").contexts[0][-1] == registry.register(pieces[0], "").content_hash
+
+
 def test_warming_behind_a_splitter(model: Any) -> None:
     long = Document(" ".join(TEXTS))
     chunks = RecursiveCharacterTextSplitter(chunk_size=150, chunk_overlap=0).split_documents([long])

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import NodeParser, SentenceSplitter
 from llama_index.core.node_parser.node_utils import build_nodes_from_splits
-from llama_index.core.schema import BaseNode, MetadataMode, TextNode
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvboost import KVBoostLLM, KVWarm
@@ -190,6 +191,18 @@ def test_neighbours_come_from_embeddings(llm: KVBoostLLM) -> None:
     assert len(later.neighbours) == 2
 
 
+def test_previous_nodes_belong_into_the_context(llm: KVBoostLLM) -> None:
+    texts = [f"{word} of the tale of apples" for word in ("beginning", "middle", "turn", "end")]
+    nodes = [TextNode(text=text) for text in texts]
+    for before, node in pairwise(nodes):
+        node.relationships[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id=before.node_id)
+    KVWarm(llm=llm.model_copy(update={"neighbours": 2}))(WordEmbedding()(nodes[::-1]))
+    registry = llm.engine.registry
+    record = registry.register(texts[3], "")
+    known = registry.store.catalog.get_many(record.neighbours)
+    assert [known[key].text for key in record.contexts[0]] == [texts[0], texts[2]]
+
+
 def test_without_embeddings_the_engine_chooses(tiny_loaded: Any, make_llm: MakeLLM) -> None:
     encoding = EncodingConfig(neighbours=2, embedder=WordEmbedding())
     with KVBoost(tiny_loaded, encoding=encoding) as engine:
@@ -247,7 +260,7 @@ def test_nodes_that_cannot_be_chunks_are_passed_over(llm: KVBoostLLM, caplog: py
 PIPELINE = """
 import asyncio, sys
 from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.llms.kvboost import KVBoostLLM, KVWarm
 
 if __name__ == "__main__":

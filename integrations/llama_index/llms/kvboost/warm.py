@@ -141,6 +141,8 @@ class KVWarm(TransformComponent):
         has_embeddings = all(node.embedding is not None for node in nodes) and self.llm.neighbours != 0
         neighbours = "auto" if self.llm.neighbours is None else self.llm.neighbours
         options = {"neighbours": neighbours, "namespace": self._namespace, "progress": self.progress}
+        for texts in _in_order(nodes):
+            engine.index.place(texts, namespace=self._namespace)
         sources = {self._source_id(key): _chunks(group, has_embeddings) for key, group in by_source.items()}
         report: WarmReport = engine.index.add_many(sources, **options).warm
         if loose:
@@ -183,6 +185,20 @@ def _chunks(nodes: Sequence[BaseNode], embeddings: bool) -> SourceTexts:
     texts = [node_text(node) for node in nodes]
     bare = [text for text in node_texts(nodes, PROMPT_MODES) if text not in set(texts)]
     return SourceTexts(texts, [node.embedding for node in nodes] if embeddings else None, later=bare)
+
+
+def _in_order(nodes: Sequence[BaseNode]) -> list[list[str]]:
+    """Texts of nodes that follow each other by their `PREVIOUS` relationships, from the first on."""
+    by_id = {node.node_id: node for node in nodes}
+    previous = {node.node_id: node.prev_node.node_id for node in nodes if node.prev_node is not None}
+    following = {before: key for key, before in previous.items() if before in by_id}
+    runs = []
+    for first in (key for key in by_id if previous.get(key) not in by_id):
+        run = [first]
+        while run[-1] in following:
+            run.append(following[run[-1]])
+        runs.append([node_text(by_id[key]) for key in run])
+    return [run for run in runs if len(run) > 1]
 
 
 def _sum(first: WarmReport, second: WarmReport) -> WarmReport:
