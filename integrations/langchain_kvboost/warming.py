@@ -53,8 +53,8 @@ def segment_text(document: Document, prompt: BasePromptTemplate[str] | None) -> 
 def pieces_of_documents(documents: Sequence[Document], texts: Sequence[str]) -> list[list[str]]:
     """Texts by the document that they were cut out of, in order; those that stand alone are left out.
 
-    A splitter copies the metadata of what it splits: `source` (loaders), `doc_id` (ParentDocumentRetriever); the order is
-    `start_index` where the splitter wrote it, else the given one.
+    A splitter copies the metadata of what it splits: `source` (loaders), `doc_id` (ParentDocumentRetriever); the order
+    is `start_index` where the splitter wrote it, else the given one.
     """
     groups: dict[str, list[tuple[int, str]]] = {}
     for place, (document, text) in enumerate(zip(documents, texts, strict=True)):
