@@ -15,6 +15,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import BaseModel
 
 from kvboost_rag.adapters.aio import iterate
 from kvboost_rag.adapters.result_summary import usage_dict
@@ -24,6 +25,7 @@ from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from langchain_kvboost.messages import carried_documents, document_hints, template_messages
 from langchain_kvboost.outputs import ChatChunks, chat_generation
 from langchain_kvboost.parameters import KVBoostParameters
+from langchain_kvboost.structured import form_of, structured
 
 
 class ChatKVBoost(KVBoostParameters, BaseChatModel):
@@ -43,8 +45,13 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         documents in `ToolMessage.artifact` name further ones; they add no text.
 
     Tools:
-        `bind_tools` writes tools through the chat template (in words where the template knows none). Nothing forces a
-        model to call one: how well it does is up to the model.
+        `bind_tools` writes tools through the chat template (in words where the template knows none). Whether one is
+        called is up to the model, unless `tool_choice` says so (`"any"`, a name): with the extra `structured` the
+        answer is then held to a call.
+
+    Structured output:
+        `with_structured_output` holds the answer to a schema (extra `structured`), or `response_format` of a call, as
+        OpenAI writes it.
 
     Response metadata:
         `message.usage_metadata["input_token_details"]["cache_read"]`: tokens whose KV came from the store;
@@ -127,8 +134,8 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
 
         Args:
             tools: as everywhere in LangChain; their schemas become part of the prompt.
-            tool_choice: `"none"` offers none; a tool's name offers that one alone; everything else leaves the choice
-                to the model.
+            tool_choice: `"none"` offers none; a tool's name offers that one alone and asks for a call of it; `"any"`
+                (or `"required"`) asks for a call; everything else leaves the choice to the model.
             kwargs: bound like those of `bind`; OpenAI's `strict` and `parallel_tool_calls` have no effect.
 
         Raises:
@@ -136,7 +143,34 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         """
         for name in ("strict", "parallel_tool_calls"):
             kwargs.pop(name, None)
-        return self.bind(tools=_offered(tools, tool_choice), **kwargs)
+        choice = {} if tool_choice is None else {"tool_choice": tool_choice}
+        return self.bind(tools=_offered(tools, tool_choice), **choice, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: str = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """Answers as objects.
+
+        Args:
+            schema: a Pydantic class (its objects come out), a TypedDict or a JSON schema (dicts come out).
+            method: `json_schema`: the answer is JSON of the schema; `function_calling`: a call of a tool of that
+                schema; `json_mode`: any JSON object, which the schema, if there is one, is then applied to.
+            include_raw: a dict of `raw`, `parsed` and `parsing_error` comes out, and nothing is raised.
+            strict: always so where the extra `structured` is installed.
+
+        Raises:
+            ValueError: an unknown method or argument, or no schema where one is needed.
+            OutputParserException: (when it runs) what the model wrote does not fit, for example cut off.
+        """
+        if kwargs:
+            raise ValueError(f"with_structured_output knows no {', '.join(sorted(kwargs))}")
+        return structured(self, schema, method, include_raw, strict)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt that these messages make, chat template and tools included.
@@ -164,7 +198,11 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         kwargs: dict[str, Any],
         cancelled: threading.Event | None = None,
     ) -> Generator[StreamEvent, None, None]:
-        call = kwargs | {"tools": _offered(kwargs.get("tools"), kwargs.get("tool_choice"))}
+        offered = _offered(kwargs.get("tools"), kwargs.get("tool_choice"))
+        call = kwargs | {
+            "tools": offered,
+            "form": form_of(offered, kwargs.get("tool_choice"), kwargs.get("response_format")),
+        }
         documents = document_hints(call.pop("documents", None)) + carried_documents(messages)
         call["settle"] = settles(self.engine, call.get("settle", self.settle))
         return self._events(template_messages(messages), stop, documents, call, cancelled)

@@ -14,6 +14,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from kvboost_rag import __version__
+from kvboost_rag.adapters.constrained import held_to
 from kvboost_rag.adapters.generation_kwargs import check_params, merge_params
 from kvboost_rag.adapters.loading_kwargs import loading_options
 from kvboost_rag.adapters.registry import EngineSpec, adopt
@@ -28,7 +29,14 @@ if TYPE_CHECKING:
 
 _REUSE = ("reuse", "repair", "recompute_ratio", "settle", "namespace", "strict")
 _DECODING = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
-_NOT_FOR_DECODING = ("tool_choice", "parallel_tool_calls", "stream", "structured_output_format")
+_NOT_FOR_DECODING = (
+    "tool_choice",
+    "parallel_tool_calls",
+    "stream",
+    "structured_output_format",
+    "response_format",
+    "ls_structured_output_format",
+)
 
 
 class KVBoostParameters(KVBoostFields):
@@ -184,9 +192,11 @@ class KVBoostParameters(KVBoostFields):
         call = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DECODING}
         if (wanted := call.pop("model", None)) not in (None, self.model_name):
             raise ValueError(f"model={wanted!r} in a call of {self.model_name!r}: make another object for it")
-        tools = call.pop("tools", None)
+        tools, form = call.pop("tools", None), call.pop("form", None)
         settings = self._reuse_config(**{name: call.pop(name) for name in _REUSE if name in call})
         params = self._generation_params(stop, call)
+        if form is not None:
+            params = held_to(params, form, self.engine.tokenizer)
         template = {"tools": tools} if tools else None
         events = self.engine.stream(
             prompt, documents=list(documents), params=params, template=template, cancelled=cancelled, **settings

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from kvboost_rag.config import ConfigError
+from kvboost_rag.config import ConfigError, GenerationParams
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,8 @@ def tool_call(tools: Sequence[Mapping[str, Any]]) -> Form:
                 "type": "object",
                 "properties": {
                     "name": {"const": function["name"]},
-                    "arguments": function.get("parameters") or {"type": "object"},
+                    # Models fill in what a schema leaves open, and callers have no use for it.
+                    "arguments": {"additionalProperties": False, **(function.get("parameters") or {"type": "object"})},
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
@@ -130,6 +131,7 @@ def processor(form: Form, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Seq
             self._seen = 0
 
         def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            import torch
             from llguidance.torch import allocate_token_bitmask, apply_token_bitmask_inplace, fill_next_token_bitmask
 
             if self._matcher is None:
@@ -144,9 +146,19 @@ def processor(form: Form, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Seq
                 raise ConfigError(f"the answer's form cannot be followed: {self._matcher.get_error()}")
             masked = scores.float().clone()
             apply_token_bitmask_inplace(masked, bitmask.to(masked.device))
+            if masked.isneginf().all():  # what the form allows, another processor has ruled out: the form counts
+                masked = torch.zeros_like(masked)
+                apply_token_bitmask_inplace(masked, bitmask.to(masked.device))
             return masked  # type: ignore[return-value]
 
     return Constrained()
+
+
+def held_to(params: GenerationParams, form: Form, tokenizer: PreTrainedTokenizerBase) -> GenerationParams:
+    """`params` for one request whose answer must look like `form`; raises as `processor`."""
+    extra = dict(params.extra or {})
+    extra["logits_processor"] = [*extra.get("logits_processor", ()), processor(form, tokenizer)]
+    return replace(params, extra=extra)
 
 
 _TOKENIZERS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()

@@ -1,9 +1,16 @@
-"""Which tools a call offers to a local model, which nothing can force to use one."""
+"""Which tools a call offers to a local model, and whether it must use one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+def is_forced(choice: Any) -> bool:
+    """Whether a choice asks for a call (`any`, `required`, a tool's name), in whatever form it is written."""
+    if isinstance(choice, Mapping):
+        choice = (choice.get("function") or choice).get("name") or choice.get("type")
+    return choice not in (None, "auto", "none", True, False)
 
 
 def chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> list[Mapping[str, Any]]:
