@@ -160,7 +160,7 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         Args:
             schema: a Pydantic class (its objects come out), a TypedDict or a JSON schema (dicts come out).
             method: `json_schema`: the answer is JSON of the schema; `function_calling`: a call of a tool of that
-                schema; `json_mode`: any JSON object, which the schema, if there is one, is then applied to.
+                schema; `json_mode`: the same as `json_schema`, and any JSON object without a schema.
             include_raw: a dict of `raw`, `parsed` and `parsing_error` comes out, and nothing is raised.
             strict: always so where the extra `structured` is installed.
 
@@ -170,7 +170,7 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         """
         if kwargs:
             raise ValueError(f"with_structured_output knows no {', '.join(sorted(kwargs))}")
-        return structured(self, schema, method, include_raw, strict)
+        return structured(self, schema, method, include_raw)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt that these messages make, chat template and tools included.

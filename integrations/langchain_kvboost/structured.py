@@ -39,9 +39,7 @@ def form_of(tools: Sequence[Mapping[str, Any]], tool_choice: Any, response_forma
     return constrained.tool_call(tools) if forced else constrained.of_response_format(response_format)
 
 
-def structured(
-    model: BaseChatModel, schema: Any, method: str, include_raw: bool, strict: bool | None
-) -> Runnable[Any, Any]:
+def structured(model: BaseChatModel, schema: Any, method: str, include_raw: bool) -> Runnable[Any, Any]:
     """`model` behind a parser: what `with_structured_output` returns.
 
     Raises:
@@ -61,13 +59,13 @@ def structured(
         by_key = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
         parser = PydanticToolsParser(tools=[schema], first_tool_only=True) if is_class else by_key
     else:
-        llm = model.bind(response_format=_response_format(schema, method), structured_output_format=traced)
+        llm = model.bind(response_format=_response_format(schema), structured_output_format=traced)
         parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
     return _with_raw(llm, parser) if include_raw else llm | parser
 
 
-def _response_format(schema: Any, method: str) -> dict[str, Any]:
-    if method == "json_mode":
+def _response_format(schema: Any) -> dict[str, Any]:
+    if schema is None:
         return {"type": "json_object"}
     plain = convert_to_json_schema(schema)
     return {"type": "json_schema", "json_schema": {"name": plain.get("title", "answer"), "schema": plain}}

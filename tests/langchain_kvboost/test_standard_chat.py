@@ -24,10 +24,10 @@ pytestmark = [
 MODEL: dict[str, Any] = {"model": "bundled:smollm2", "dtype": "float32"}
 # Greedily decoded, a model of this size repeats itself inside a JSON string for ever.
 PARAMS = MODEL | {
-    "max_tokens": 100,
+    "max_tokens": 160,
     "temperature": 0,
     "repetition_penalty": 1.02,
-    "pipeline_kwargs": {"no_repeat_ngram_size": 12},
+    "pipeline_kwargs": {"no_repeat_ngram_size": 8},
 }
 
 

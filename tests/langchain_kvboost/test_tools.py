@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"query": "naïve é", "limit": 2}}\n</tool_call>'
 
@@ -18,13 +18,6 @@ CALL = '<tool_call>\n{"name": "look_up", "arguments": {"query": "naïve é", "li
 def look_up(query: str, limit: int = 3) -> str:
     """Search the archive."""
     return f"{limit} results for {query}"
-
-
-class Person(BaseModel):
-    """A person in a text."""
-
-    name: str = Field(description="full name")
-    born: int
 
 
 @pytest.mark.parametrize("path", ["invoke", "stream", "ainvoke", "astream"])
@@ -123,19 +116,74 @@ def test_tools_that_cannot_be_offered_are_refused_by_name(chat: Any) -> None:
             ask([look_up, {"type": "web_search_preview"}])
 
 
-@pytest.mark.parametrize("schema", [Person, Person.model_json_schema()])
-def test_structured_output(chat: Any, saying: Any, schema: Any) -> None:
-    call = json.dumps({"name": "Person", "arguments": {"name": "Ada Korr", "born": 1911}})
-    structured = chat(**saying(f"<tool_call>{call}</tool_call>")).with_structured_output(schema)
-    result = structured.invoke("Who built the light?")
-    assert (result if isinstance(result, dict) else result.model_dump()) == {"name": "Ada Korr", "born": 1911}
+FREE = {"max_tokens": 200, "min_new_tokens": 0, "temperature": 0}
+"""Room for an answer that ends of its own."""
 
 
-def test_structured_output_that_fails_says_so(chat: Any, saying: Any) -> None:
-    raw = chat(**saying("I do not know.")).with_structured_output(Person, include_raw=True)
-    result = raw.invoke("Who?")
+class Choice(BaseModel):
+    """One of a few."""
+
+    city: Literal["Oslo", "Lima"]
+    far: bool
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+@pytest.mark.parametrize("schema", [Choice, Choice.model_json_schema()])
+def test_structured_output(chat: Any, schema: Any, method: str) -> None:
+    """A random model, in every way to ask: nothing but the constraint can make it answer in form."""
+    structured = chat(**FREE).with_structured_output(schema, method=method)
+    streamed = _plain(list(structured.stream("Which?"))[-1])
+    assert Choice.model_validate(streamed)
+    for result in (structured.invoke("Which?"), asyncio.run(structured.ainvoke("Which?"))):
+        assert _plain(result) == streamed
+
+
+def _plain(result: Any) -> Any:
+    return result if isinstance(result, dict) else result.model_dump()
+
+
+def test_json_mode_without_a_schema_is_any_object(chat: Any) -> None:
+    raw = chat(max_tokens=40, min_new_tokens=0).with_structured_output(method="json_mode", include_raw=True)
+    assert raw.invoke("An object.")["raw"].text.startswith("{")
+
+
+def test_structured_output_that_is_cut_off_says_so(chat: Any) -> None:
+    model = chat(max_tokens=3, min_new_tokens=0)
+    result = model.with_structured_output(Choice, include_raw=True).invoke("Which?")
     assert result["parsed"] is None
-    assert result["raw"].text == "I do not know."
+    assert isinstance(result["parsing_error"], OutputParserException)
+    with pytest.raises(OutputParserException):
+        model.with_structured_output(Choice).invoke("Which?")
+
+
+@pytest.mark.parametrize("arguments", [{"method": "yaml"}, {"schema": None}, {"schema": Choice, "colour": 1}])
+def test_what_structured_output_does_not_know_is_refused(chat: Any, arguments: Any) -> None:
+    with pytest.raises(ValueError, match=r"yaml|needs a schema|colour"):
+        chat().with_structured_output(**({"schema": Choice} | arguments))
+
+
+def test_without_the_library_what_comes_is_parsed(chat: Any, saying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_rag.adapters.constrained.find_spec", lambda name: None)
+    said = saying('{"city": "Oslo", "far": true}')
+    with pytest.warns(UserWarning, match=r"kvboost-rag\[structured\]"):
+        assert chat(**said).with_structured_output(Choice).invoke("Which?") == Choice(city="Oslo", far=True)
+    with pytest.warns(UserWarning, match="not enforced"), pytest.raises(OutputParserException):
+        chat(**saying("I do not know.")).with_structured_output(Choice).invoke("Which?")
+
+
+@tool
+def book(city: Literal["Oslo", "Lima"], far: bool = False) -> str:
+    """Book a journey."""
+    return city
+
+
+@pytest.mark.parametrize("choice", ["any", "required", "book", {"type": "function", "function": {"name": "book"}}])
+@pytest.mark.parametrize("path", ["invoke", "astream"])
+def test_a_forced_choice_makes_any_model_call(chat: Any, choice: Any, path: str) -> None:
+    (call,) = _ask(chat(**FREE).bind_tools([book], tool_choice=choice), path).tool_calls
+    assert call["name"] == "book"
+    assert call["args"]["city"] in ("Oslo", "Lima")
+    assert {"city"} <= call["args"].keys() <= {"city", "far"}
 
 
 def test_a_whole_agent_loop(chat: Any, saying: Any) -> None:
