@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 from kvboost_rag.datamodels import GenerationResult, HitKind, SegmentKind
@@ -20,7 +21,7 @@ from kvboost_rag.serving.history import past_tokens, token_ids, with_answer
 from kvboost_rag.serving.pipeline import Pipeline
 from kvboost_rag.serving.requests import Request
 from kvboost_rag.serving.variants import Variant, Variants
-from kvboost_rag.serving.worker import Worker
+from kvboost_rag.serving.worker import EngineClosed, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +106,12 @@ class Settler:
         def run(job: Callable[[], int]) -> int:
             return self._worker.call(lambda: self._variants.run_as(state, adapters, job))
 
-        run(turn.load)
-        while num_tokens := run(turn.step):
-            self.num_tokens += num_tokens
-            self._metrics.record_settled(num_tokens)
-            yield num_tokens
+        with suppress(EngineClosed):  # nobody will ask for it
+            run(turn.load)
+            while num_tokens := run(turn.step):
+                self.num_tokens += num_tokens
+                self._metrics.record_settled(num_tokens)
+                yield num_tokens
 
 
 class _Turn:

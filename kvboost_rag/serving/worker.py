@@ -15,6 +15,10 @@ T = TypeVar("T")
 CLOSED_BEFORE = "the engine was closed before this request began"
 
 
+class EngineClosed(RuntimeError):
+    """The engine takes no jobs any more: it was closed, or the interpreter ends."""
+
+
 class Worker:
     """Runs jobs one after the other in a thread of its own (a transformers model is not safe to share)."""
 
@@ -45,7 +49,8 @@ class Worker:
         """Queue a job.
 
         Raises:
-            RuntimeError: the engine is closed, was made before this process was forked off (its thread stayed behind:
+            EngineClosed: it takes no jobs any more.
+            RuntimeError: it was made before this process was forked off (its thread stayed behind:
                 the job would never run), or the call comes from one of its own jobs (it would wait for itself).
         """
         if self.is_inherited:
@@ -54,7 +59,7 @@ class Worker:
                 "process, after the fork"
             )
         if self._closed.is_set():
-            raise RuntimeError("the engine is closed")
+            raise EngineClosed("the engine is closed")
         if threading.get_ident() == self._thread:
             raise RuntimeError("called from inside a running request of the same engine; finish that one first")
         with self._lock:
@@ -63,7 +68,7 @@ class Worker:
             future = self._executor.submit(self._run, job)
         except RuntimeError:  # closed a moment ago
             self._finished()
-            raise RuntimeError("the engine is closed") from None
+            raise EngineClosed("the engine is closed") from None
         future.add_done_callback(self._finished)
         return future
 
@@ -78,7 +83,7 @@ class Worker:
             return future.result()
         except CancelledError:
             if future.cancelled():
-                raise RuntimeError(CLOSED_BEFORE) from None
+                raise EngineClosed(CLOSED_BEFORE) from None
             raise
         finally:
             future.cancel()  # whoever was interrupted while waiting wants no more of it
