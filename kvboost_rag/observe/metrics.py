@@ -64,8 +64,8 @@ class Metrics(Recorder):
         for segment in documents:
             self._count_segment(segment, strategy)
         families.recomputed.labels(strategy=strategy).inc(result.usage.recomputed_tokens)
-        reused = sum(_reused_tokens(s) for s in result.segments if s.hit in HITS)
-        families.reused.inc(reused)
+        approximate = sum(_reused_tokens(s) for s in result.segments if s.hit in (HitKind.APPROXIMATE, HitKind.DONOR))
+        families.reused.inc(result.usage.exact_tokens + approximate)
         with self._lock:
             self._hits.extend(s.hit in HITS for s in documents)
             self._recomputed.append((result.usage.recomputed_tokens, sum(s.num_tokens for s in documents)))

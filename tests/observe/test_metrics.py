@@ -48,7 +48,8 @@ def result(
         *documents,
         SegmentReport(SegmentKind.SUFFIX, HitKind.PREFILLED, 0, 10),
     )
-    usage = Usage(17 + 100 * len(hits), 0, recomputed, 10, 0, 3)
+    exact = 7 * (reuse != "off") + 100 * hits.count(HitKind.EXACT)
+    usage = Usage(17 + 100 * len(hits), 0, recomputed, 10, 0, 3, exact_tokens=exact)
     repair = RepairReport("query" if reuse == "blend" else "none")
     return GenerationResult("", (), "stop", usage, reuse, segments, repair, {}, ttft_ms, 99.0, fallback)
 
