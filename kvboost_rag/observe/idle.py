@@ -68,21 +68,23 @@ class IdleJobs:
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
-            key, job = item
             try:
-                if self._may_go_on(key):
-                    result = job()
-                    while isinstance(result, Iterator) and self._may_go_on(key) and next(result, self) is not self:
-                        pass
+                self._do(*item)
             except Exception as error:
                 if not self._closed.is_set():
                     logger.warning("a job in the background failed: %s", error, exc_info=error)
             finally:
                 with self._lock:
-                    self._pending.discard(key)
-                del item, job  # what a job holds is not to outlive it
+                    self._pending.discard(item[0])
+                del item  # what a job holds is not to outlive it
                 self._jobs.task_done()
         self._jobs.task_done()
+
+    def _do(self, key: str, job: Callable[[], Any]) -> None:
+        if self._may_go_on(key):
+            result = job()
+            while isinstance(result, Iterator) and self._may_go_on(key) and next(result, self) is not self:
+                pass
 
     def _may_go_on(self, key: str) -> bool:
         """Wait until the engine is idle; False if the job is not wanted any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 from kvboost_rag.observe.idle import IdleJobs
@@ -72,4 +73,18 @@ def test_a_job_that_fails_does_not_end_the_others() -> None:
     jobs.wait()
     assert done == ["b"]
     assert jobs.num_pending == 0
+    jobs.close()
+
+
+def test_what_a_job_held_is_gone_when_it_is_done() -> None:
+    class Buffer:
+        def steps(self) -> Iterator[int]:
+            yield 1
+
+    jobs, buffer = IdleJobs("jobs", lambda: True), Buffer()
+    held = weakref.ref(buffer)
+    jobs.offer("a", buffer.steps)
+    del buffer
+    jobs.wait()
+    assert held() is None
     jobs.close()
