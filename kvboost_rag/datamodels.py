@@ -153,12 +153,16 @@ class StoreEntry:
 
 @dataclass(frozen=True)
 class EntryCheck:
-    """What a caller of `Store.get` knows about the entry it wants. Anything else is a counted miss, never a hit."""
+    """What a caller of `Store.get` knows about the entry it wants. Anything else is a counted miss, never a hit.
+
+    `setting` is the codec that a chunk's KV must have (`meta["setting"]` of its entry); None: any.
+    """
 
     namespace: str
     fingerprint: str
     token_ids: tuple[int, ...]
     context_hash: str
+    setting: str | None = None
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,8 @@ class ChunkRegistry:
         tokens = self.store.catalog.neighbour_tokens(record)
         job = self.identity.job(record, encoding_contexts(record, tokens))
         context = record_context_hash(record, tokens)
-        return job, EntryCheck(record.namespace, record.fingerprint, record.token_ids, context)
+        setting = self.identity.quantization
+        return job, EntryCheck(record.namespace, record.fingerprint, record.token_ids, context, setting)
 
     def settle_mixture(self, record: ChunkRecord) -> ChunkRecord:
         """The record as this engine encodes it; the catalog says so too, if another engine's weights stood there."""

@@ -11,7 +11,7 @@ from kvboost_rag.cli import options
 from kvboost_rag.cli.console import bytes_text, console
 
 if TYPE_CHECKING:
-    from kvboost_rag.stores import DiskStore
+    from kvboost_rag.stores import Store
     from kvboost_rag.stores.maintenance import Removed
 
 SECONDS_A_DAY = 86_400
@@ -46,14 +46,14 @@ def evict(
         raise ConfigError("say what to remove: one of --source ID, --older-than DAYS, --all")
     if older_than is not None and namespace is not None:
         raise ConfigError("--older-than goes through all namespaces; leave --namespace out")
-    disk = options.open_disk(store)
+    disk = options.with_shared(options.open_disk(store))
     try:
-        before = sum(disk.bytes_held.values())
+        before = disk.bytes_held["disk"]
         if source is not None:
             removed = _evict_source(disk, namespace or "", source)
         else:
             removed = _evict_by(disk, older_than, namespace)
-        after = sum(disk.bytes_held.values())
+        after = disk.bytes_held["disk"]
     finally:
         disk.close()
     reset = f", {removed.num_reset:,} encoded behind them reset" if removed.num_reset else ""
@@ -64,7 +64,7 @@ def evict(
     )
 
 
-def _evict_source(disk: DiskStore, namespace: str, source: str) -> Removed:
+def _evict_source(disk: Store, namespace: str, source: str) -> Removed:
     from kvboost_rag.stores import StoreError
     from kvboost_rag.stores.maintenance import delete_source
 
@@ -77,7 +77,7 @@ def _evict_source(disk: DiskStore, namespace: str, source: str) -> Removed:
     raise StoreError(f"no source {source!r}{where}: kvboost-rag inspect --sources lists them")
 
 
-def _evict_by(disk: DiskStore, older_than_days: float | None, namespace: str | None) -> Removed:
+def _evict_by(disk: Store, older_than_days: float | None, namespace: str | None) -> Removed:
     from kvboost_rag.stores.maintenance import delete_namespace, evict_all, evict_unused
 
     if older_than_days is not None:

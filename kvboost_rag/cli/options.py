@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from kvboost_rag.stores import DiskStore
+    from kvboost_rag.stores import Store as AnyStore
 
 DEFAULT_MODEL = "bundled:smollm2"
 
@@ -54,13 +55,6 @@ Neighbours = Annotated[
     ),
 ]
 Passages = Annotated[int, typer.Option("--passages", "-k", min=1, help="Documents put into the prompt.")]
-
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-MAX_BYTES = 2**63 - 1
 
 
 def finite(value: float | None) -> float | None:
@@ -121,6 +115,16 @@ def open_disk(chosen: Path | None) -> DiskStore:
     return DiskStore(folder, UNLIMITED)
 
 
+def with_shared(disk: DiskStore) -> AnyStore:
+    """What deleting has to reach: the folder's store, and the shared one that the environment names."""
+    from kvboost_rag.stores.opening import open_remote
+    from kvboost_rag.stores.remote.shared import SharedStore
+    from kvboost_rag.stores.tiers import SHARED_VARIABLE
+
+    url = os.environ.get(SHARED_VARIABLE)
+    return SharedStore(disk, open_remote(url)) if url else disk
+
+
 def parse_bytes(option: str, text: str | None) -> int | None:
     """Bytes of a size as people write it, None for None.
 
@@ -128,13 +132,12 @@ def parse_bytes(option: str, text: str | None) -> int | None:
         ConfigError: no size; names the option.
     """
     from kvboost_rag.config import ConfigError
+    from kvboost_rag.stores.tiers import parse_bytes as parsed
 
-    if text is None:
-        return None
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    if found is None or found[2].upper() not in _UNITS:
-        raise ConfigError(f"{option} {text!r}: expected a size such as 500MB, 4GB or 1.5GiB")
-    num_bytes = float(found[1]) * _UNITS[found[2].upper()]
-    if num_bytes > MAX_BYTES:
-        raise ConfigError(f"{option} {text!r}: more than any machine has")
-    return int(num_bytes)
+    try:
+        size = None if text is None else parsed(text)
+        if text is not None and size is None:
+            raise ValueError(f"{text!r}: expected a size such as 500MB, 4GB or 1.5GiB")
+    except ValueError as error:
+        raise ConfigError(f"{option} {error}") from None
+    return size

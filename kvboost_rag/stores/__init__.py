@@ -13,13 +13,19 @@ if TYPE_CHECKING:
     from kvboost_rag.stores.disk.store import DiskStore
     from kvboost_rag.stores.memory import MemoryStore
     from kvboost_rag.stores.opening import open_store
+    from kvboost_rag.stores.remote.shared import SharedStore
+    from kvboost_rag.stores.remote.store import RemoteStore
     from kvboost_rag.stores.tiered import TieredStore
+    from kvboost_rag.stores.tiers import Tiers
 
 _LAZY = {
     "DeviceStore": "device",
     "DiskStore": "disk.store",
     "MemoryStore": "memory",
+    "RemoteStore": "remote.store",
+    "SharedStore": "remote.shared",
     "TieredStore": "tiered",
+    "Tiers": "tiers",
     "open_store": "opening",
 }
 
@@ -30,10 +36,13 @@ __all__ = [
     "DiskStore",
     "EntryInfo",
     "MemoryStore",
+    "RemoteStore",
+    "SharedStore",
     "Store",
     "StoreError",
     "StoreStats",
     "TieredStore",
+    "Tiers",
     "open_store",
 ]
 

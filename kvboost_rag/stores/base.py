@@ -91,7 +91,12 @@ class Store(ABC):
 
     def lookup(self, key: str, check: EntryCheck) -> tuple[StoreEntry | None, str | None]:
         """`get`, and where that is None the reason why a found entry was not used (None: nothing was found)."""
-        entry, reason = self.load(key)
+        return self._judge(key, check, *self.load(key))
+
+    def _judge(
+        self, key: str, check: EntryCheck, entry: StoreEntry | None, reason: str | None
+    ) -> tuple[StoreEntry | None, str | None]:
+        """What was found, if it is what was asked for; counted and logged."""
         if entry is not None:
             reason = mismatch(entry, key, check)
         with self._lock:
@@ -217,4 +222,6 @@ def mismatch(entry: StoreEntry, key: str, check: EntryCheck) -> str | None:
         return "token_ids"
     if entry.context_hash != check.context_hash:
         return "context"
+    if check.setting is not None and entry.meta.get("setting") != check.setting:
+        return "setting"  # KV of another codec has other bits than encoding the chunk here would give
     return None

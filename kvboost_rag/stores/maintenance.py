@@ -156,7 +156,7 @@ def evict_unused(store: Store, seconds: float, now: float | None = None) -> Remo
     now = time.time() if now is None else now
     # A last use that lies ahead is from a clock that was wrong then: it counts as just now.
     old = [info.key for info in store.entries() if now - min(info.last_used, now) >= seconds]
-    return Removed(num_entries=sum(store.delete(key) for key in old))
+    return Removed(num_entries=sum(store.delete(key, "unused") for key in old))
 
 
 def _delete_namespaces(store: Store, namespaces: Sequence[str]) -> Removed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +12,6 @@ from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.disk.chunk_file import USELESS, ChunkFileError
 from kvboost_rag.stores.disk.store import DiskStore
 from kvboost_rag.stores.maintenance import finish_erasures, forget, set_contexts
-from kvboost_rag.stores.tiered import TieredStore
 
 Progress = Callable[[int, int], None]
 """Called with the number of files done and of all files."""
@@ -55,10 +55,11 @@ def disk_of(store: Store) -> DiskStore:
     Raises:
         ValueError: it has none.
     """
-    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
-    for tier in tiers:
-        if isinstance(tier, DiskStore):
-            return tier
+    if isinstance(store, DiskStore):
+        return store
+    for tier in getattr(store, "tiers", ()):
+        with contextlib.suppress(ValueError):
+            return disk_of(tier)
     raise ValueError("this store keeps nothing on disk; name its folder")
 
 
