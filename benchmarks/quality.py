@@ -1,7 +1,7 @@
 """Is it still the same model? Strategies of reuse against full prefill on the same token ids.
 
 usage: python benchmarks/quality.py --out FILE.jsonl [--files hotpotqa_60.json musique_60.json]
-           [--datasets hotpotqa musique needle bugs turns] [--arms main|quick|half|anchor|rows|neighbours|ratio|…]
+           [--datasets hotpotqa musique needle bugs reference short turns] [--arms main|quick|half|anchor|rows|ratio|…]
            [--cases 60] [--model bundled:smollm2] [--dtype float32] [--minutes 8] [--quick]
 
 Each line of the output is one prompt answered by one arm: KL(full ‖ ours) in nats at the first token and over full
@@ -23,14 +23,19 @@ from pathlib import Path
 from kvbench.arms import ABLATIONS, HALF, MAIN, QUICK, Arm
 from kvbench.cases import Case, bugs, conversations, from_file, needles
 from kvbench.machine import this_machine
+from kvbench.own_cases import reference, reference_documents, short
 from kvbench.runner import Runner
 from kvbench.summary import read_rows, summarise
 from kvbench.tables import plain_table
 
-DATASETS = ("hotpotqa", "musique", "needle", "bugs", "turns")
+from kvboost_rag.indexing.embeddings import Embed, load_embedder
+
+OWN = ("needle", "bugs", "reference", "short")
+"""Data sets that need no file."""
+DATASETS = ("hotpotqa", "musique", "turns", *OWN)
 
 
-def make_cases(args: argparse.Namespace, runner: Runner) -> list[Case]:
+def make_cases(args: argparse.Namespace, runner: Runner, embed: Embed) -> list[Case]:
     """The chosen data sets, as many cases of each as asked for, interleaved so that a short run sees all."""
     files = {path.stem.partition("_")[0]: path for path in args.files}
     groups: list[list[Case]] = []
@@ -39,6 +44,10 @@ def make_cases(args: argparse.Namespace, runner: Runner) -> list[Case]:
             groups.append(needles(runner.count_tokens, args.cases))
         elif name == "bugs":
             groups.append(bugs(runner.count_tokens, args.cases))
+        elif name == "reference":
+            groups.append(reference(runner.count_tokens, embed, args.cases))
+        elif name == "short":
+            groups.append(short(args.cases))
         elif name == "turns":
             groups.append(conversations(args.files[0], args.cases))
         else:
@@ -50,9 +59,9 @@ def make_cases(args: argparse.Namespace, runner: Runner) -> list[Case]:
 def check_files(args: argparse.Namespace) -> None:
     """Data sets that come from files need them; said before a model is loaded."""
     stems = {path.stem.partition("_")[0] for path in args.files}
-    args.datasets = args.datasets or [d for d in DATASETS if d in stems or d in ("needle", "bugs")]
+    args.datasets = args.datasets or [d for d in DATASETS if d in stems or d in OWN]
     for name in args.datasets:
-        if name not in ("needle", "bugs", "turns") and name not in stems:
+        if name not in (*OWN, "turns") and name not in stems:
             raise SystemExit(f"--datasets {name} needs its file: --files PATH/{name}_60.json")
         if name == "turns" and not args.files:
             raise SystemExit("--datasets turns needs a file of questions: --files PATH/hotpotqa_60.json")
@@ -122,8 +131,9 @@ def main() -> None:
     arms = arms_of(args.arms)
     print(this_machine().line())
     with Runner(args.model, args.dtype, args.answer_tokens) as runner:
-        cases = make_cases(args, runner)
-        runner.find_neighbours(cases)
+        embed = load_embedder()
+        cases = make_cases(args, runner, embed)
+        runner.read_corpora(cases, embed, {"reference": reference_documents(runner.count_tokens)})
         with args.out.open("a") as file:
             for row in measure(args, runner, cases, arms):
                 print(json.dumps(row), file=file, flush=True)

@@ -42,6 +42,9 @@ class Arm:
         anchor: `auto` (template head), the empty string (none), `bos`, or `head` (the prompt's own beginning).
         chunk_tokens: documents are reused in pieces of this size; None: whole.
         edited: documents were changed by a word after they had been warmed.
+        contexts: encoding contexts of a chunk, as `EncodingConfig.contexts`.
+        siblings: whether what stands before a chunk in its document belongs into its context.
+        full_below: as `ReuseConfig.full_below`.
     """
 
     strategy: RepairStrategy
@@ -51,6 +54,9 @@ class Arm:
     anchor: str = "auto"
     chunk_tokens: int | None = None
     edited: bool = False
+    contexts: int = 1
+    siblings: bool = True
+    full_below: int = 0
 
     @property
     def needs_sensitivity(self) -> bool:
@@ -67,6 +73,9 @@ class Arm:
         parts += [f"anchor {self.anchor or 'none'}"] if self.anchor != "auto" else []
         parts += [f"chunks of {self.chunk_tokens}"] if self.chunk_tokens is not None else []
         parts += ["edited"] if self.edited else []
+        parts += [f"{self.contexts} contexts"] if self.contexts > 1 else []
+        parts += [] if self.siblings else ["no siblings"]
+        parts += [f"all below {self.full_below}"] if self.full_below else []
         return ", ".join(parts)
 
 
@@ -105,5 +114,15 @@ ABLATIONS: dict[str, tuple[Arm, ...]] = {
     "ratio": tuple(replace(_BASE, ratio=ratio) for ratio in (0.0, 0.02, 0.05, 0.10, 0.15, 0.30)),
     "quantisation": tuple(replace(_BASE, quantization=codec) for codec in ("none", "k8v8", "k8v4")),
     "chunks": tuple(replace(_BASE, neighbours=0, chunk_tokens=size) for size in (64, 128, 256, 512)),
+    "contexts": tuple(
+        Arm(strategy, ratio, 4, contexts=contexts, siblings=siblings)
+        for contexts in (1, 2)
+        for siblings in (True, False)
+        for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
+    ),
+    "choice": tuple(
+        Arm(strategy, 0.05, 4, contexts=2) for strategy in (RandomRepair(), QueryRepair(), CacheBlendRepair())
+    ),
+    "short": tuple(Arm(QueryRepair(), 0.05, 4, full_below=bound) for bound in (0, 128, 256)),
     "edited": (replace(_BASE, neighbours=0), replace(_BASE, neighbours=0, edited=True)),
 }

@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from kvbench.arms import Arm
 from kvbench.cases import Case, edited, rechunked
 from kvboost_rag import KVBoost
 from kvboost_rag.config import EncodingConfig
-from kvboost_rag.indexing.embeddings import load_embedder
-from kvboost_rag.measure.calibrate import Answered, Comparison, compare, nearest_texts, prompt_of, reference_answer
+from kvboost_rag.indexing.embeddings import Embed
+from kvboost_rag.indexing.neighbours import NeighbourRules, choose_contexts
+from kvboost_rag.indexing.vector_index import VectorIndex
+from kvboost_rag.measure.calibrate import Answered, Comparison, compare, prompt_of, reference_answer
 from kvboost_rag.models.load import load_model
 from kvboost_rag.stores import MemoryStore
 from kvboost_rag.stores.maintenance import evict_all
 
 STORE_BYTES = 1 << 30
+Documents = Sequence[Sequence[str]]
+"""Chunk texts of each document, in order."""
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """The chunks of a data set."""
+
+    index: VectorIndex
+    num_tokens: Mapping[str, int]
+    places: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def of(cls, documents: Documents, embed: Embed, count_tokens: Callable[[str], int]) -> _Corpus:
+        texts = list(dict.fromkeys(text for document in documents for text in document))
+        index = VectorIndex()
+        index.add(texts, embed(texts))
+        places = {text: (document[0], before) for document in documents for before, text in pairwise(document)}
+        return cls(index, {text: count_tokens(text) for text in texts}, places)
+
+    def contexts(self, texts: Sequence[str], arm: Arm) -> list[Any] | None:
+        """What each text is encoded after; a piece of a document that is not a chunk here has no neighbours."""
+        if not arm.neighbours:
+            return None
+        rules = NeighbourRules(arm.neighbours, contexts=arm.contexts)
+        places = self.places if arm.siblings else {}
+        found = choose_contexts(self.index, [t for t in texts if t in self.index], self.num_tokens, rules, places)
+        return [found.get(text, ((),)) for text in texts]
 
 
 class Runner(ExitStack):
@@ -27,15 +59,18 @@ class Runner(ExitStack):
         self._loaded = load_model(model, dtype=dtype)
         self._answer_tokens = answer_tokens
         self._engines: dict[tuple[int, str, str, bool, int | None], KVBoost] = {}
-        self._near: dict[str, list[str]] = {}
+        self._corpora: dict[str, _Corpus] = {}
         self.count_tokens = self._engine(0, "none", "auto").tokens.count
 
-    def find_neighbours(self, cases: Sequence[Case], count: int = 8) -> None:
-        """The nearest documents of the whole data set for each document."""
-        embed = load_embedder()
+    def read_corpora(self, cases: Sequence[Case], embed: Embed, documents: Mapping[str, Documents]) -> None:
+        """All chunks of each data set, to choose encoding contexts from.
+
+        Args:
+            documents: chunks of each document in order, by data set; of the others the cases' documents are all.
+        """
         for dataset in dict.fromkeys(case.dataset for case in cases):
-            texts = dict.fromkeys(d for case in cases if case.dataset == dataset for d in case.documents)
-            self._near |= nearest_texts(list(texts), count, embed)
+            alone = [[d] for case in cases if case.dataset == dataset for d in case.documents]
+            self._corpora[dataset] = _Corpus.of(documents.get(dataset, alone), embed, self.count_tokens)
 
     def rows(self, case: Case, arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
         """One result per arm, ready for JSON."""
@@ -49,7 +84,7 @@ class Runner(ExitStack):
                 references[key] = shaped, reference_answer(plain, shaped, self._answer_tokens)
             shaped, reference = references[key]
             engine = self._warmed(shaped, case, arm)
-            ours = compare(engine, shaped, reference, arm.strategy, arm.ratio)
+            ours = compare(engine, shaped, reference, arm.strategy, arm.ratio, full_below=arm.full_below)
             yield self._row(shaped, arm, reference, ours, engine)
         for engine in self._engines.values():  # the next case has other documents; the arms keep a store each
             evict_all(engine.store)
@@ -65,8 +100,8 @@ class Runner(ExitStack):
         if arm.edited:
             engine.warm(original.documents, neighbours=None)  # what stands in the prompt is not what was indexed
             return engine
-        behind = [self._near[d][-arm.neighbours :] for d in shaped.documents] if arm.neighbours else None
-        engine.warm(shaped.documents, neighbours=behind)
+        corpus = self._corpora.get(original.dataset)
+        engine.warm(shaped.documents, neighbours=corpus.contexts(shaped.documents, arm) if corpus is not None else None)
         return engine
 
     def _head(self, case: Case) -> str:

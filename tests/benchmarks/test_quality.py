@@ -8,6 +8,7 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 DOCUMENTS = [
@@ -160,7 +161,7 @@ def test_every_arm_runs_and_a_run_can_be_continued(tiny_model, questions: Path, 
 
     loaded = tiny_model("llama", num_hidden_layers=4)
     monkeypatch.setattr(runner, "load_model", lambda model, dtype: loaded)
-    monkeypatch.setattr(runner, "load_embedder", lambda: letter_counts)
+    monkeypatch.setattr(quality, "load_embedder", lambda: letter_counts)
     out = tmp_path / "quality.jsonl"
     arms = ["main", *ABLATIONS]
     command = ["quality.py", "--out", out, "--files", questions, "--datasets", "hotpotqa", "--arms", *arms]
@@ -182,8 +183,6 @@ def test_every_arm_runs_and_a_run_can_be_continued(tiny_model, questions: Path, 
 
 
 def letter_counts(texts):
-    import numpy as np
-
     return np.array([[text.count(c) for c in "0123456789abcdef"] for text in texts], dtype=np.float32)
 
 
@@ -211,9 +210,9 @@ def test_chunk_sizes_are_reused_as_such(model_folder, monkeypatch):
     case = Case("made", "made-0", (document,), ("keys",), (("user", question),))
     compare, num_chunks = module.compare, []
 
-    def counting(engine, *args):
+    def counting(engine, *args, **options):
         num_chunks.append(len(engine.store.catalog))
-        return compare(engine, *args)
+        return compare(engine, *args, **options)
 
     monkeypatch.setattr(module, "compare", counting)
     arms = [Arm(NoRepair(), 0.0, chunk_tokens=size) for size in (None, 64, 128)]
@@ -221,3 +220,22 @@ def test_chunk_sizes_are_reused_as_such(model_folder, monkeypatch):
         assert len(list(runner.rows(case, arms))) == len(arms)
     assert num_chunks[0] == 1
     assert num_chunks[1] > num_chunks[2] > 1
+
+
+def test_own_cases_need_no_file():
+    from kvbench.own_cases import reference, short
+
+    def letters(texts):
+        return np.array([[text.count(c) + 0.1 for c in "aeioust"] for text in texts])
+
+    cases = reference(lambda text: len(text) // 4, letters, 36)
+    assert len({case.name for case in cases}) == 36
+    assert {dict(case.traits)["split"] for case in cases} == {"fit", "test"}
+    assert all(len(set(case.documents)) == 8 for case in cases)
+    brief = short(30)
+    assert len(brief) == 30
+    for case in brief:
+        assert 2 <= len(case.documents) <= 6
+        assert any(answer.lower() in document.lower() for answer in case.answers for document in case.documents) or (
+            case.answers[0] in ("no", "six", "forty", "ten", "four")
+        )
