@@ -75,7 +75,7 @@ class KVBoost(ModelParts):
         self,
         documents: Sequence[Any],
         *,
-        neighbours: Literal["auto"] | int | Sequence[Sequence[str]] | None = "auto",
+        neighbours: Literal["auto"] | int | Sequence[Sequence[Any]] | None = "auto",
         embeddings: Any = None,
         namespace: str | None = None,
         progress: Callable[[WarmProgress], None] | None = None,

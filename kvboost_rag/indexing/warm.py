@@ -55,7 +55,7 @@ class _Tally:
 
 
 def neighbour_choice(
-    neighbours: Literal["auto"] | int | Sequence[Sequence[str]] | None, default: int
+    neighbours: Literal["auto"] | int | Sequence[Sequence[Any]] | None, default: int
 ) -> tuple[int, Sequence[Sequence[str]] | None]:
     """How many neighbours are to be found for each document, and the neighbours that the caller gave.
 

@@ -29,7 +29,7 @@ class Setting:
     Attributes:
         repair: name of a strategy.
         weight: of the strategy `query`, see `repair.QueryRepair`.
-        neighbours: similar chunks that each chunk is encoded behind.
+        neighbours, contexts: chunks that each chunk is encoded after, and how many such contexts.
         quantization: codec of stored chunk KV.
     """
 
@@ -38,6 +38,7 @@ class Setting:
     weight: str | None = None
     neighbours: int = 0
     quantization: str = "none"
+    contexts: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,7 +51,8 @@ class Setting:
         weight = f"*{self.weight}" if self.weight else ""
         ratio = "" if self.repair in ("none", "full") else f" {100 * self.recompute_ratio:g} %"
         codec = "" if self.quantization == "none" else f", {self.quantization}"
-        return f"{self.repair}{weight}{ratio}, {self.neighbours} neighbours{codec}"
+        contexts = "" if self.contexts == 1 else f", {self.contexts} contexts"
+        return f"{self.repair}{weight}{ratio}, {self.neighbours} neighbours{contexts}{codec}"
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class ModelProfile:
             recompute_ratio=self.chosen.recompute_ratio,
             repair_options=self.chosen.options,
             neighbours=self.chosen.neighbours,
+            contexts=self.chosen.contexts,
             quantization=self.chosen.quantization,
         )
 

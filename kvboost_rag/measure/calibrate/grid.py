@@ -25,8 +25,12 @@ QUICK_GRID: tuple[Setting, ...] = (Setting("none", 0.0), Setting("query", 0.05),
 
 
 def default_grid(neighbours: Iterable[int] = NEIGHBOURS) -> list[Setting]:
-    """Every strategy and ratio behind every number of neighbours, unquantised."""
-    return [replace(setting, neighbours=count) for count in neighbours for setting in _AT_QUERY_TIME]
+    """Every strategy and ratio after every number of neighbours, and after two contexts of the most, unquantised."""
+    counts = list(neighbours)
+    once = [replace(setting, neighbours=count) for count in counts for setting in _AT_QUERY_TIME]
+    most = max(counts, default=0)
+    twice = [replace(s, neighbours=most, contexts=2) for s in _AT_QUERY_TIME if s.repair in ("none", "query")]
+    return once + (twice if most else [])
 
 
 def quantised(setting: Setting, codecs: Sequence[str] = QUANTIZATIONS) -> list[Setting]:

@@ -139,9 +139,9 @@ class _Bench(ExitStack):
         super().__init__()
         self._loaded = loaded
         self.plan = plan
-        self._engines: dict[tuple[int, str], KVBoost] = {}
+        self._engines: dict[tuple[int, int, str], KVBoost] = {}
         self._near: dict[str, list[str]] = {}
-        most = max((s.neighbours for s in plan.settings), default=0)
+        most = max((s.neighbours * s.contexts for s in plan.settings), default=0)
         if most:
             texts = list(dict.fromkeys(d for q in plan.questions for d in q.documents))
             self._near = nearest_texts(texts, most, embedder or load_embedder())
@@ -155,7 +155,7 @@ class _Bench(ExitStack):
         return next(iter(self._engines.values())).registry.fingerprint
 
     def engine(self, setting: Setting) -> KVBoost:
-        key = setting.neighbours, setting.quantization
+        key = setting.neighbours, setting.contexts, setting.quantization
         if key not in self._engines:
             encoding = EncodingConfig(quantization=setting.quantization)
             engine = KVBoost(self._loaded, store=MemoryStore(STORE_BYTES), encoding=encoding, profile=None)
@@ -165,10 +165,15 @@ class _Bench(ExitStack):
     def warmed(self, setting: Setting, question: EvalQuestion) -> KVBoost:
         """The setting's engine with the question's documents warm."""
         engine, count = self.engine(setting), setting.neighbours
-        engine.warm(
-            question.documents, neighbours=[self._near[d][-count:] for d in question.documents] if count else None
-        )
+        contexts = [self._contexts(d, count, setting.contexts) for d in question.documents] if count else None
+        engine.warm(question.documents, neighbours=contexts)
         return engine
+
+    def _contexts(self, text: str, count: int, contexts: int) -> list[list[str]]:
+        """The nearest texts, then the next nearest; nearest last in each."""
+        nearest_first = self._near[text][::-1]
+        found = [nearest_first[i * count : (i + 1) * count][::-1] for i in range(contexts)]
+        return [context for context in found if context] or [[]]
 
 
 def nearest_texts(texts: Sequence[str], count: int, embed: Embed) -> dict[str, list[str]]:
