@@ -27,8 +27,10 @@ from kvboost_rag.observe.shadow import Shadow, ShadowSample
 from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.repair import strategy_named
 from kvboost_rag.serving.afterwards import Afterwards
+from kvboost_rag.serving.batch import Batch
 from kvboost_rag.serving.decode import Decoder
 from kvboost_rag.serving.faults import Faults
+from kvboost_rag.serving.limits import batch_tokens
 from kvboost_rag.serving.requests import RequestMaker
 from kvboost_rag.serving.service import Service
 from kvboost_rag.serving.settling import Settler
@@ -165,7 +167,8 @@ def build(loaded: LoadedModel, settings: Settings) -> Parts:
     wanted = settings.profile == "auto" and variants.resting.probe.reusable
     notice = ProfileNotice(profile, fingerprint, loaded.name, wanted)
     settler = Settler(variants, worker, metrics)
-    service = Service(variants, worker, Afterwards(variants, worker, metrics, shadow, later), notice, settler)
+    batch = Batch(loaded.model, worker, batch_tokens(variants.resting.probe))
+    service = Service(variants, worker, batch, Afterwards(variants, worker, metrics, shadow, later), notice, settler)
     chosen, kept = (profile, config, encoding, tokens), (store, metrics, faults)
     return Parts(*chosen, *kept, worker, shadow, later, requests, variants, service)
 

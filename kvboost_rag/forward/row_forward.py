@@ -105,7 +105,7 @@ class RowPass:
         if "logits_to_keep" in self._accepted:
             kwargs["logits_to_keep"] = 1
         self.cache.begin_rows(self.plan.rows, len(self.token_ids), self.plan.watcher)
-        self._stack.enter_context(_attention_implementation(self.model))
+        self._stack.enter_context(attention_implementation(self.model, IMPLEMENTATION))
         token = ACTIVE.set(self._active)
         self._stack.callback(ACTIVE.reset, token)
         return (), kwargs
@@ -248,13 +248,13 @@ def observe_rows(model: PreTrainedModel, buffer: KVBuffer, token_ids: torch.Tens
 
 
 @contextmanager
-def _attention_implementation(model: nn.Module) -> Iterator[None]:
-    """Row attention in every attention module's config, for the time of one forward."""
+def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """An attention implementation in every attention module's config, for the time of one forward."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     saved = [(c, c._attn_implementation) for c in configs.values() if hasattr(c, "_attn_implementation")]
     try:
         for config, _ in saved:
-            config._attn_implementation = IMPLEMENTATION
+            config._attn_implementation = name
         yield
     finally:
         for config, implementation in saved:

@@ -1,4 +1,4 @@
-"""The only file that touches transformers' cache classes.
+"""The only file that touches transformers' cache classes, but for `packed_cache`.
 
 Three things: a cache that keeps every position (to read chunk KV out of a forward), a cache over a `KVBuffer` (for
 partial forwards and for decoding without a copy), and the name of the forward argument that takes a cache.
@@ -132,6 +132,11 @@ class BufferCache(Cache):
         self._rows: torch.Tensor | None = None
         self._row_length = 0
         self._in_layers = False
+
+    @property
+    def in_row_pass(self) -> bool:
+        """Between `begin_rows` and `end_rows`."""
+        return self._rows is not None
 
     def length_for(self, index: int) -> int | torch.Tensor:
         """How many positions stand in front of those that are being computed.

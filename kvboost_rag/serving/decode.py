@@ -21,6 +21,7 @@ from kvboost_rag.prompt.detokenize import Detokenizer, StopMatcher
 from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.serving.callers import blaming_callers, callables
 from kvboost_rag.serving.generation_settings import call_settings, only_these, replaced_settings
+from kvboost_rag.serving.lanes import PREFILL_CHUNK, is_crowded, stepping
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,9 @@ class Decoder:
         settings = call_settings(self.model, params, self._end_ids(params))
         watch = _Watch(self.tokens, settings.stop, self._end_ids(params), (on_text, on_token), cancelled)
         criteria = StoppingCriteriaList([watch, *settings.criteria])
+        model = stepping(self.model)
+        if prompt.plan is None and not prompt.exact_tokens and is_crowded():
+            settings.config.prefill_chunk_size = PREFILL_CHUNK
         kwargs = settings.objects | {"generation_config": settings.config, "stopping_criteria": criteria}
         if prompt.cache is not None:
             kwargs[cache_argument(self.model)] = prompt.cache
@@ -91,10 +95,10 @@ class Decoder:
         with (
             self._final_pass(prompt, ids) as rows,
             _seeded(params.seed, input_device(self.model)),
-            only_these(self.model, settings.config),
+            only_these(model, settings.config),
             blaming_callers(self.model, own),
         ):
-            self.model.generate(ids[None], attention_mask=torch.ones_like(ids)[None], **kwargs)
+            model.generate(ids[None], attention_mask=torch.ones_like(ids)[None], **kwargs)
         return watch.finish(params.max_new_tokens), rows
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvboost_rag.serving.decode import ContextOverflowError
+from kvboost_rag.stores.budget import UNLIMITED, host_memory_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,3 +45,14 @@ def answer_room(model: PreTrainedModel, prompt_tokens: int, params: GenerationPa
     if prompt_tokens >= limit:
         raise ContextOverflowError(prompt_tokens, limit)
     return min(params.max_new_tokens, limit - prompt_tokens)
+
+
+BATCH_MEMORY_RATIO = 0.25
+"""Of this machine's memory, for the buffers of all requests under way."""
+
+
+def batch_tokens(report: ProbeReport) -> int:
+    """Positions that the requests under way may have together, prompts and answers."""
+    if report.layout is None:
+        return UNLIMITED
+    return int(host_memory_bytes() * BATCH_MEMORY_RATIO) // report.layout.bytes_per_token

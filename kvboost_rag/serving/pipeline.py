@@ -46,6 +46,10 @@ class PlainPrefill:
         """Everything in front of decoding; `room` is the number of tokens that the answer may have."""
         return prompt
 
+    def empty_cache(self, num_tokens: int) -> BufferCache | None:
+        """Room for a prompt that nothing is reused for, so that it can be decoded with others; None: it cannot."""
+        return None
+
     def recycle(self, prompt: ServedPrompt) -> None:
         """The request is over."""
 
@@ -192,6 +196,9 @@ class Pipeline(PlainPrefill):
             config=config,
             sensitivity=_sensitivity(prompt),
         )
+
+    def empty_cache(self, num_tokens: int) -> BufferCache | None:
+        return BufferCache(self.buffers.take(num_tokens))
 
     def recycle(self, prompt: ServedPrompt) -> None:
         """The request is over: its buffer may serve the next one."""

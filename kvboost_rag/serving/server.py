@@ -19,6 +19,7 @@ from kvboost_rag.observe.timing import StageClock, gpus_of
 from kvboost_rag.serving.callers import CallersError, NothingComputed, as_they_were_raised
 from kvboost_rag.serving.decode import Decoder
 from kvboost_rag.serving.faults import Faults
+from kvboost_rag.serving.lanes import is_crowded, reserve
 from kvboost_rag.serving.limits import answer_room
 from kvboost_rag.serving.pipeline import PlainPrefill
 from kvboost_rag.serving.report import build_result
@@ -70,11 +71,14 @@ class Server:
         clock.lap("segment_ms")
         room = answer_room(self.model, len(prompt.token_ids), request.params)
         request = replace(request, params=replace(request.params, max_new_tokens=room))
+        reserve(len(prompt.token_ids) + room)
         with self._pinned(prompt, request.config):
             if prompt.fallback_reason is None:
                 prompt = self._prepare(prompt, request, room, clock)
             if cancelled.is_set():
                 raise Cancelled
+            if prompt.cache is None and is_crowded():
+                prompt = replace(prompt, cache=self.pipeline.empty_cache(len(prompt.token_ids) + room))
             result = self._decode(prompt, request, (on_text, cancelled), clock)
         self._note_deviations(result)
         return result

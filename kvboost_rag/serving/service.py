@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from kvboost_rag.models.profile import ProfileNotice
 from kvboost_rag.serving.afterwards import Afterwards
+from kvboost_rag.serving.batch import Batch
 from kvboost_rag.serving.requests import Request
 from kvboost_rag.serving.settling import Settler
 from kvboost_rag.serving.variants import Variant, Variants
@@ -33,13 +34,15 @@ class Service:
 
     variants: Variants
     worker: Worker
+    batch: Batch
     afterwards: Afterwards
     notice: ProfileNotice
     settler: Settler
 
     def stream(self, request: Request, cancelled: threading.Event | None = None) -> Stream[StreamEvent]:
         """As `KVBoost.stream`."""
-        return Stream(self.worker, partial(self._serve, request), cancelled)
+        alone, seeded = request.config.adapters is not None, request.params.seed is not None
+        return Stream(self.batch.door(alone, seeded), partial(self._serve, request), cancelled)
 
     def logits(self, request: Request, continuation: Sequence[int]) -> torch.Tensor:
         """As `KVBoost.logits`."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ class Worker:
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._unfinished = 0
+        self._queued: set[Future[Any]] = set()
         self._lock = threading.Lock()
 
     @property
@@ -65,7 +66,9 @@ class Worker:
         with self._lock:
             self._unfinished += 1
         try:
-            future = self._executor.submit(self._run, job)
+            with self._lock:
+                future = self._executor.submit(self._run, job)
+                self._queued.add(future)
         except RuntimeError:  # closed a moment ago
             self._finished()
             raise EngineClosed("the engine is closed") from None
@@ -88,9 +91,24 @@ class Worker:
         finally:
             future.cancel()  # whoever was interrupted while waiting wants no more of it
 
+    def again(self, job: Callable[[], None]) -> bool:
+        """From inside a job: queue its continuation, which runs even if the engine is closed before its turn.
+
+        Returns:
+            False: the engine is closed already; go on at once.
+        """
+        with self._lock:
+            if self._closed.is_set():
+                return False
+            self._unfinished += 1
+            future = self._executor.submit(self._run, job)
+        future.add_done_callback(self._finished)
+        return True
+
     def _finished(self, future: object = None) -> None:
         with self._lock:
             self._unfinished -= 1
+            self._queued.discard(future)
 
     def _run(self, job: Callable[[], T]) -> T:
         self._thread = threading.get_ident()
@@ -100,8 +118,12 @@ class Worker:
         """Let the running job finish, drop the queued ones; False if it was closed before."""
         if self._closed.is_set():
             return False
-        self._closed.set()
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._closed.set()
+            queued = list(self._queued)
+        for future in queued:
+            future.cancel()
+        self._executor.shutdown(wait=True)
         return True
 
 
@@ -111,6 +133,13 @@ class Cancelled(Exception):
 
 Job = Callable[[Callable[[T], None], threading.Event], None]
 """Gets a function that hands over an item, and the event that asks it to stop."""
+
+
+class Submits(Protocol):
+    """What a stream's job is handed to."""
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Queue a job."""
 
 
 class Stream(Generic[T]):
@@ -123,7 +152,7 @@ class Stream(Generic[T]):
         cancelled: an event of the caller's own, where others than the consumer are to be able to stop the job.
     """
 
-    def __init__(self, worker: Worker, job: Job[T], cancelled: threading.Event | None = None) -> None:
+    def __init__(self, worker: Submits, job: Job[T], cancelled: threading.Event | None = None) -> None:
         self.cancelled = cancelled or threading.Event()
         self._items: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._ended = False
