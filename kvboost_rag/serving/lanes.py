@@ -70,7 +70,7 @@ class Lane:
         self._greenlet = greenlet(job)
         self._greenlet.lane = self
         self._seeded = seeded
-        self._random: torch.Tensor | None = None
+        self._outside: torch.Tensor | None = None
         self.step: Step | None = None
         self.tokens = 0
         self.wanted = 0
@@ -87,18 +87,13 @@ class Lane:
             Exception: what the job raised.
         """
         self.step = None
-        outside = torch.get_rng_state() if self._seeded else None
-        if self._random is not None:
-            torch.set_rng_state(self._random)
-        try:
-            if isinstance(answer, BaseException):
-                self._greenlet.throw(answer)
-            else:
-                self._greenlet.switch(*(() if self._is_new else (answer,)))
-        finally:
-            if outside is not None:
-                self._random = torch.get_rng_state()
-                torch.set_rng_state(outside)
+        if self._is_new:
+            self._outside = torch.get_rng_state() if self._seeded else None
+            self._greenlet.switch()
+        elif isinstance(answer, BaseException):
+            self._greenlet.throw(answer)
+        else:
+            self._greenlet.switch(answer)
 
     @property
     def _is_new(self) -> bool:
@@ -107,7 +102,16 @@ class Lane:
     def rest(self, step: Step | None = None) -> Any:
         """Called in the lane: let others go on, and come back with what the step gave."""
         self.step = step
-        return self._greenlet.parent.switch()
+        if self._outside is None:
+            return self._greenlet.parent.switch()
+        # Nobody else draws from this lane's seed, nor does this lane from theirs.
+        own = torch.get_rng_state()
+        torch.set_rng_state(self._outside)
+        try:
+            return self._greenlet.parent.switch()
+        finally:
+            self._outside = torch.get_rng_state()
+            torch.set_rng_state(own)
 
 
 def current_lane() -> Lane | None:
