@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_rag.engine import KVBoost
-from kvboost_rag.server import document_routes, generation_routes, service_routes
+from kvboost_rag.server import document_routes, generation_routes, page_routes, service_routes
 from kvboost_rag.server.document_jobs import DocumentJobs
 from kvboost_rag.server.errors import ApiError, as_api_error
 from kvboost_rag.server.settings import ServerSettings
@@ -43,6 +43,7 @@ def create_app(engine: KVBoost, settings: ServerSettings, registry: Any = None) 
     app.state.kvboost = ServerState(engine, settings, telemetry, jobs, Gate(settings.max_requests))
     for routes in (generation_routes, document_routes, service_routes):
         app.include_router(routes.router)
+    app.include_router(page_routes.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)

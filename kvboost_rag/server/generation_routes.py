@@ -115,9 +115,9 @@ async def _exchange(request: Request, kind: type[Any]) -> Exchange:
         calls = await asyncio.to_thread(make, state.engine, body, options, state.settings.answer_tokens)
     except Exception as error:
         raise as_api_error(error) from error
-    with_report = request.headers.get(REPORT, "").lower() in ("1", "true")
+    wanted_report = request.headers.get(REPORT, "").strip().lower()
     shape_of = ChatShape if kind is ChatBody else TextShape
-    shape = shape_of(body.model, with_report, partial(token_text, state.engine.tokenizer))
+    shape = shape_of(body.model, wanted_report, partial(token_text, state.engine.tokenizer))
     watch = RequestWatch(state.telemetry, request.url.path, choice)
     return Exchange(state, tenant, choice, body, shape, calls, watch, deadline)
 

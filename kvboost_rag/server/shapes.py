@@ -37,8 +37,8 @@ def usage(results: Sequence[GenerationResult], per_prompt: int = 1) -> dict[str,
     }
 
 
-def report(result: GenerationResult) -> dict[str, Any]:
-    """What `x-kvboost-report` asks for: how each segment was served, repair, stage times."""
+def report(result: GenerationResult, with_text: bool = False) -> dict[str, Any]:
+    """What `x-kvboost-report` asks for: how each segment was served (`text`: and what it says), repair, stage times."""
     segments = [
         {
             "kind": s.kind.value,
@@ -46,6 +46,7 @@ def report(result: GenerationResult) -> dict[str, Any]:
             "start": s.start,
             "num_tokens": s.num_tokens,
             "num_recomputed_tokens": s.num_recomputed_tokens,
+            **({"text": s.text} if with_text else {}),
         }
         for s in result.segments
     ]
@@ -58,12 +59,12 @@ class Shape(ABC):
 
     Attributes:
         model: name that the client asked for.
-        with_report: whether our report goes with the end of each answer.
+        wanted_report: header `x-kvboost-report`: our report goes with the end of each answer (`true`, `text`) or not.
         decode: token id to text and bytes, for log probabilities.
     """
 
     model: str
-    with_report: bool
+    wanted_report: str
     decode: Decode
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -89,7 +90,9 @@ class Shape(ABC):
         """The last chunk, where usage was asked for."""
 
     def reported(self, chunk: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        return chunk | {"kvboost": report(piece.result)} if self.with_report and piece.result else chunk
+        if piece.result is None or self.wanted_report not in ("1", "true", "text"):
+            return chunk
+        return chunk | {"kvboost": report(piece.result, self.wanted_report == "text")}
 
 
 class ChatShape(Shape):
