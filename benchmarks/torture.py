@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 
 from kvboost_rag.datamodels import ChunkRecord, EntryCheck, StoreEntry
-from kvboost_rag.kv.keys import content_hash, context_hash, encoding_context
+from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.stores import DiskStore, StoreError
 from kvboost_rag.stores.maintenance import evict_unused, forget, set_contexts
 from kvboost_rag.stores.verify import gc, verify
@@ -57,12 +57,10 @@ def record_ids(number: int) -> tuple[int, ...]:
 
 def entry_of(store: DiskStore, record: ChunkRecord) -> StoreEntry:
     """KV that depends on the chunk and its context, as a model's would."""
-    context = encoding_context(record, store.catalog.neighbour_tokens(record))
-    seed = torch.Generator().manual_seed(int(context_hash((*context, *record.token_ids))[:15], 16))
+    context = store.catalog.context_hash(record)
+    seed = torch.Generator().manual_seed(int(context[:15], 16) ^ record.token_ids[0])
     tensors = {"keys": torch.randn(2, 2, 12, 16, generator=seed)}
-    return StoreEntry(
-        record.content_hash, "", "model", record.token_ids, context_hash(context), tensors, {"setting": "none"}
-    )
+    return StoreEntry(record.content_hash, "", "model", record.token_ids, context, tensors, {"setting": "none"})
 
 
 def work(folder: Path, rng: random.Random) -> None:

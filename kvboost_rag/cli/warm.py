@@ -35,6 +35,10 @@ def warm(
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Processes, each with its own model; with GPUs one on each.")
     ] = 1,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="Encode only part I of N, such as 0/8: for machines with the same files and a shared store."),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on, and keep the store in step with the files.")] = False,
     interval: Annotated[
         float,
@@ -61,6 +65,7 @@ def warm(
     from kvboost_rag.indexing.corpus import read_paths
 
     FixedChunker(len, chunk_tokens)  # refuses a size that does not exist, before a model is loaded
+    part = _shard(shard, jobs > 1 or watch)
     chosen = options.StoreChoice.of(store, memory_budget, disk_budget)
     folders = FolderWatch(paths)  # before reading, so that no change is missed in between
     corpus = read_paths(paths)
@@ -69,6 +74,9 @@ def warm(
     job = WarmJob(ModelChoice(model, dtype, device), chosen, namespace, plan, encoding, metrics_port)
     if dry_run:
         preview(job.model, chosen, namespace, corpus, plan, _folders(paths))
+        return
+    if part is not None:
+        _one_shard(job, corpus, paths, *part)
         return
     if jobs > 1:
         _in_processes(job, corpus, paths, jobs)
@@ -118,6 +126,39 @@ def _here(job: WarmJob, corpus: Corpus, paths: list[Path], folders: object, inte
 
         if isinstance(folders, FolderWatch):
             watch(folders, apply, interval)
+
+
+def _shard(text: str | None, with_others: bool) -> tuple[int, int] | None:
+    """`I/N` as numbers."""
+    from kvboost_rag.config import ConfigError
+
+    if text is None:
+        return None
+    if with_others:
+        raise ConfigError("--shard goes with neither --jobs nor --watch: start one process for each shard")
+    index, _, number = text.partition("/")
+    if not (index.isdecimal() and number.isdecimal() and int(index) < int(number)):
+        raise ConfigError(f"--shard {text!r}: expected I/N with I from 0 to N - 1, such as 0/8")
+    return int(index), int(number)
+
+
+def _one_shard(job: WarmJob, corpus: Corpus, paths: list[Path], index: int, number: int) -> None:
+    """All machines make all documents known and so choose the same contexts; each encodes its part of the chunks."""
+    from kvboost_rag.cli.indexing import empty_sources, encoding_bar, gone_of, index_sources
+    from kvboost_rag.cli.session import open_engine
+    from kvboost_rag.indexing.warm import forwards
+    from kvboost_rag.indexing.warm import warm as encode
+
+    with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
+        _refuse_unusable(engine)
+        gone = gone_of(engine.index.sources(), [t.source for t in corpus.texts], empty_sources(corpus), _folders(paths))
+        report = index_sources(engine, corpus.texts, replace(job.plan, encode=False), gone)
+        records = engine.store.catalog.get_many(report.warm.content_hashes)
+        # By hash, so that a shard's part does not depend on what is stored already.
+        mine = [g for g in forwards(list(records.values())) if int(g[0].content_hash[:12], 16) % number == index]
+        with encoding_bar() as show:
+            done = encode(engine.fetcher, [record for group in mine for record in group], show)
+        _print(replace(report, warm=done))
 
 
 def _in_processes(job: WarmJob, corpus: Corpus, paths: list[Path], num_jobs: int) -> None:

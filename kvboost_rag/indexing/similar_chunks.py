@@ -209,7 +209,7 @@ class SimilarChunks:
         return {
             r.content_hash: r
             for r in records
-            if not r.neighbours and r.content_hash not in settled and r.content_hash not in store
+            if not r.neighbours and r.content_hash not in settled and not store.is_here(r.content_hash)
         }
 
     def _settled(self, records: Sequence[ChunkRecord], namespace: str) -> Mapping[str, Any]:

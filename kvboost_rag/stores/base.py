@@ -163,6 +163,10 @@ class Store(ABC):
         """Name of the fastest tier that holds `key`, or None."""
         return next(iter(self.bytes_held)) if key in self else None
 
+    def is_here(self, key: str) -> bool:
+        """Whether this machine holds an entry under `key`: what only others can decide about does not count."""
+        return key in self
+
     def info(self, key: str) -> EntryInfo | None:
         """What is known of the entry under `key`, without its payload, or None if it is not held (counts nothing)."""
         return next((info for info in self.entries() if info.key == key), None)

@@ -118,7 +118,7 @@ def set_contexts(store: Store, records: Iterable[ChunkRecord]) -> None:
         StoreError: as `forget`.
     """
     changed = list(records)
-    stale = [record.content_hash for record in changed if record.content_hash in store]
+    stale = [record.content_hash for record in changed if store.is_here(record.content_hash)]
     store.catalog.replace(*changed, stale=stale)
     if stale:
         finish_erasures(store)

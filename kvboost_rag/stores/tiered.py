@@ -115,6 +115,9 @@ class TieredStore(Store):
                     seen.add(info.key)
                     yield info
 
+    def is_here(self, key: str) -> bool:
+        return any(tier.is_here(key) for tier in self.tiers)
+
     def info(self, key: str) -> EntryInfo | None:
         return next((info for tier in reversed(self.tiers) if (info := tier.info(key)) is not None), None)
 

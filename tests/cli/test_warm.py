@@ -218,3 +218,30 @@ def test_watch_settles_within_two_looks_of_real_time(tmp_path):
     while (changes := watch.poll()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert changes is not None
+
+
+def test_shards_on_machines_with_a_shared_store_encode_each_chunk_once(warm, tmp_path, monkeypatch, documents):
+    pytest.importorskip("obstore")
+    assert warm("--store", tmp_path / "whole")[0] == 0
+    monkeypatch.setenv("KVBOOST_SHARED_STORE", f"file://{tmp_path}/objects")
+    encoded, known = [], []
+    for index in range(3):
+        code, out, err = warm("--store", tmp_path / f"machine-{index}", "--shard", f"{index}/3")
+        assert code == 0, err
+        encoded.append(int(re.search(r"(\d+) encoded", out)[1]))
+    assert " 0 encoded" in warm("--store", tmp_path / "machine-0", "--shard", "1/3")[1]
+    monkeypatch.delenv("KVBOOST_SHARED_STORE")
+    for name in ("whole", "machine-0", "machine-2"):
+        store = open_store(tmp_path / name)
+        known.append({r.text: r.neighbours for r in store.catalog.get_many(store.catalog.hashes()).values()})
+        store.close()
+    assert known[0] == known[1] == known[2]
+    assert sum(encoded) == len(known[0])
+    assert max(encoded) < len(known[0])
+
+
+@pytest.mark.parametrize("shard", ["3/3", "1", "a/b", "-1/3", "1/0"])
+def test_a_shard_that_is_none_is_refused(warm, shard):
+    code, _, err = warm("--shard", shard)
+    assert code == 1
+    assert "expected I/N" in err

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvboost_rag.datamodels import ChunkRecord, StoreEntry
-from kvboost_rag.kv.keys import content_hash, context_hash, encoding_context, prefix_hash
+from kvboost_rag.kv.keys import content_hash, context_hash, prefix_hash, record_context_hash
 from kvboost_rag.stores import DiskStore, Store
 from kvboost_rag.stores.maintenance import (
     delete_namespace,
@@ -49,16 +49,15 @@ OTHER = record_of("an open text", tuple(range(2_000_000, 2_000_009)))
 DEPENDENT = record_of("after the others", tuple(range(3_000_000, 3_000_007)), (SECRET.content_hash, OTHER.content_hash))
 
 
-def entry_of(record: ChunkRecord, context: tuple[int, ...]) -> StoreEntry:
+def entry_of(record: ChunkRecord, context: str) -> StoreEntry:
     tensors = {"keys": torch.full((2, 2, len(record.token_ids), 4), float(len(record.token_ids)))}
     return StoreEntry(
-        record.content_hash, NAMESPACE, FINGERPRINT, record.token_ids, context_hash(context), tensors, {"codec": "none"}
+        record.content_hash, NAMESPACE, FINGERPRINT, record.token_ids, context, tensors, {"codec": "none"}
     )
 
 
 def put(store: Store, record: ChunkRecord) -> None:
-    tokens = store.catalog.neighbour_tokens(record)
-    assert store.put(entry_of(record, encoding_context(record, tokens)))
+    assert store.put(entry_of(record, store.catalog.context_hash(record)))
 
 
 def fill(folder: Path) -> None:
@@ -68,7 +67,7 @@ def fill(folder: Path) -> None:
     for record in (SECRET, OTHER, DEPENDENT):
         put(store, record)
     key = prefix_hash(FINGERPRINT, NAMESPACE, "0" * 64, (*SECRET_IDS, 5))
-    block = dataclasses.replace(entry_of(SECRET, ()), key=key, token_ids=(*SECRET_IDS, 5), context_hash="0" * 64)
+    block = dataclasses.replace(entry_of(SECRET, "0" * 64), key=key, token_ids=(*SECRET_IDS, 5))
     assert store.put(block)
     store.catalog.sources.link(FINGERPRINT, NAMESPACE, "secret.md", [SECRET.content_hash])
     store.catalog.sources.link(FINGERPRINT, NAMESPACE, "open.md", [OTHER.content_hash, DEPENDENT.content_hash])
@@ -212,10 +211,10 @@ def test_a_deletion_killed_at_any_statement_is_finished(tmp_path: Path, way: str
 def test_a_writer_that_was_still_encoding_brings_nothing_back(tmp_path: Path) -> None:
     fill(tmp_path)
     here, there = DiskStore(tmp_path, 10_000_000), DiskStore(tmp_path, 10_000_000)
-    late = entry_of(DEPENDENT, encoding_context(DEPENDENT, there.catalog.neighbour_tokens(DEPENDENT)))
+    late = entry_of(DEPENDENT, record_context_hash(DEPENDENT, there.catalog.neighbour_tokens(DEPENDENT)))
     forget(here, [SECRET.content_hash])
     assert not there.put(late)
-    assert not there.put(entry_of(SECRET, (3,)))
+    assert not there.put(entry_of(SECRET, context_hash((3,))))
     assert there.stats.put_failures == {"context": 2}
     there.catalog.arrays("embedding/x", FINGERPRINT, NAMESPACE, np.float32).put({SECRET.content_hash: VECTOR})
     assert left_in(tmp_path, traces()) == []

@@ -88,6 +88,9 @@ class SharedStore(Store):
             yield info
         yield from (info for info in self._remote.entries() if info.key not in seen)
 
+    def is_here(self, key: str) -> bool:
+        return self._local.is_here(key)
+
     def info(self, key: str) -> EntryInfo | None:
         return self._local.info(key) or self._remote.info(key)
 

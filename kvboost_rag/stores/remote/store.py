@@ -161,6 +161,9 @@ class RemoteStore(Store):
         """Whether a whole value is there, as far as can be said: one that vanishes meanwhile is a miss."""
         return isinstance(key, str) and self.info(key) is not None
 
+    def is_here(self, key: str) -> bool:
+        return False
+
     def info(self, key: str) -> EntryInfo | None:
         try:
             for name in self._variants(key):
