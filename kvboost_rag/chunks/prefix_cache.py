@@ -37,10 +37,15 @@ class PrefixCache:
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
 
-    def blocks(self, token_ids: Sequence[int], namespace: str) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(prefix hash, preceding hash, token ids) of every block; the last one may be shorter."""
+    def blocks(self, token_ids: Sequence[int], namespace: str, cut: int = 0) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(prefix hash, preceding hash, token ids) of every block; the last one may be shorter.
+
+        Args:
+            cut: where one block is to end, and all that follows is the last one; 0: nowhere.
+        """
         result, preceding, start = [], ROOT_HASH, 0
-        for end in (*self._ends(len(token_ids)), len(token_ids)):
+        cut = cut or len(token_ids)
+        for end in (*self._ends(cut), cut, len(token_ids)):
             if end == start:
                 continue
             ids, start = tuple(token_ids[start:end]), end
@@ -62,11 +67,11 @@ class PrefixCache:
             size = min(self.block_tokens, max(size, end))
         return ends
 
-    def load(self, cache: BufferCache, token_ids: Sequence[int], namespace: str) -> int:
+    def load(self, cache: BufferCache, token_ids: Sequence[int], namespace: str, cut: int = 0) -> int:
         """Place the longest stored beginning of `token_ids` into the cache's buffer; returns its length in tokens."""
         buffer = cache.buffer
         buffer.length = 0
-        for key, preceding, ids in self.blocks(token_ids, namespace):
+        for key, preceding, ids in self.blocks(token_ids, namespace, cut):
             if key not in self.store:
                 break
             entry = self.store.get(key, EntryCheck(namespace, self.fingerprint, ids, preceding))
@@ -76,19 +81,19 @@ class PrefixCache:
             buffer.length += len(ids)
         return buffer.length
 
-    def fill(self, cache: BufferCache, token_ids: Sequence[int], namespace: str) -> int:
+    def fill(self, cache: BufferCache, token_ids: Sequence[int], namespace: str, cut: int = 0) -> int:
         """Compute the blocks after `buffer.length` and store them; returns the number of tokens computed.
 
-        `token_ids` is what was given to `load`.
+        `token_ids` and `cut` are what was given to `load`.
         """
-        return sum(self.steps(cache, token_ids, namespace))
+        return sum(self.steps(cache, token_ids, namespace, cut))
 
-    def steps(self, cache: BufferCache, token_ids: Sequence[int], namespace: str) -> Iterator[int]:
+    def steps(self, cache: BufferCache, token_ids: Sequence[int], namespace: str, cut: int = 0) -> Iterator[int]:
         """`fill`, one block a step; yields the number of tokens that each computed."""
         buffer, start = cache.buffer, cache.buffer.length
         tokens = torch.tensor(token_ids, device=input_device(self.model))
         end = 0
-        for key, preceding, ids in self.blocks(token_ids, namespace):
+        for key, preceding, ids in self.blocks(token_ids, namespace, cut):
             first, end = end, end + len(ids)
             if first < start:  # loaded
                 continue

@@ -10,6 +10,9 @@ from kvboost_rag.chunks.lookup import Messages, locate
 from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.serving.requests import Request
 
+MERGING_TOKENS = 2
+"""Tokens at the end of a turn that may become others when the conversation goes on."""
+
 
 def past(prompt: str | Messages) -> Sequence[Mapping[str, Any]]:
     """Messages up to and with the last of the assistant; none of them for a first turn, or for text."""

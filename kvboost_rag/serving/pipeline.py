@@ -25,7 +25,7 @@ from kvboost_rag.observe.timing import StageClock
 from kvboost_rag.repair import RepairContext
 from kvboost_rag.repair.base import least_ratio
 from kvboost_rag.serving.decode import prompt_tensor
-from kvboost_rag.serving.history import past, past_tokens
+from kvboost_rag.serving.history import MERGING_TOKENS, past, past_tokens
 from kvboost_rag.serving.requests import Request
 
 logger = logging.getLogger(__name__)
@@ -88,41 +88,51 @@ class Pipeline(PlainPrefill):
             return prompt.plain(f"the model's RoPE is constant up to {limit} positions only")
         if reuse == "exact":
             return self.exact(prompt, request.config.namespace, room, clock)
-        prompt = self._settled(prompt, request)
+        prompt, said = self._settled(prompt, request)
         if prompt.documents and least_ratio(request.config, prompt.num_document_tokens) < 1:
-            return self.blend(prompt, request, room, clock)
+            return self.blend(prompt, request, said, room, clock)
         short = not self.prefixes.whole(len(prompt.token_ids) - 1)
-        return prompt if short else self.exact(prompt, request.config.namespace, room, clock)
+        return prompt if short else self.exact(prompt, request.config.namespace, room, clock, said)
 
-    def _settled(self, prompt: ServedPrompt, request: Request) -> ServedPrompt:
+    def _settled(self, prompt: ServedPrompt, request: Request) -> tuple[ServedPrompt, int]:
         """Documents of earlier turns are served exactly, in a conversation whose turns were served here.
 
         That depends on the messages and on which turns were served, not on what is stored of them.
-        """
-        if not (request.config.settle and prompt.documents and past(request.prompt)):
-            return prompt
-        before = past_tokens(self.fetcher.registry, request, prompt.token_ids)
-        known = self.turns.reach(prompt.token_ids, request.config.namespace)
-        return prompt.settled_until(next((end for end in known if end <= before), 0))
 
-    def exact(self, prompt: ServedPrompt, namespace: str, room: int, clock: StageClock) -> ServedPrompt:
-        """A prefix cache over the whole prompt. Whole blocks are found and stored; the rest is left to decoding."""
+        Returns:
+            The prompt, and how many tokens of earlier turns it begins with; 0 where those are not exact.
+        """
+        if not (request.config.settle and past(request.prompt)):
+            return prompt, 0
+        before = past_tokens(self.fetcher.registry, request, prompt.token_ids)
+        if prompt.documents:
+            known = self.turns.reach(prompt.token_ids, request.config.namespace)
+            prompt = prompt.settled_until(next((end for end in known if end <= before), 0))
+        is_exact = all(s.start >= before for s in prompt.documents)
+        return prompt, max(0, before - MERGING_TOKENS) if is_exact else 0
+
+    def exact(self, prompt: ServedPrompt, namespace: str, room: int, clock: StageClock, said: int = 0) -> ServedPrompt:
+        """A prefix cache over the prompt; what it does not hold is left to decoding.
+
+        Whole blocks are found and stored; in a conversation whole blocks and the rest of what was `said` before, so
+        that a turn whose history is settled computes its new message and no more.
+        """
         ids = prompt.token_ids
-        whole = self.prefixes.whole(len(ids) - 1)
+        end = said or self.prefixes.whole(len(ids) - 1)
         cache = BufferCache(self.buffers.take(len(ids) + room))
-        loaded, created = self._fill(cache, ids[:whole], namespace, clock)
+        loaded, created = self._fill(cache, ids[:end], (namespace, 0), clock)
         segments = tuple(replace(s, exact=s.end <= loaded) for s in prompt.segments)
         return replace(
             prompt, segments=segments, reuse="exact", cache=cache, exact_tokens=loaded, created_tokens=created
         )
 
-    def blend(self, prompt: ServedPrompt, request: Request, room: int, clock: StageClock) -> ServedPrompt:
+    def blend(self, prompt: ServedPrompt, request: Request, said: int, room: int, clock: StageClock) -> ServedPrompt:
         """Exact KV up to the first document, chunk KV for documents, repair of the rows that the strategy chooses."""
         config = request.config
         prompt = self._fetch(prompt, config, clock)
         cache = BufferCache(self.buffers.take(len(prompt.token_ids) + room))
         first = prompt.documents[0].start
-        loaded, created = self._fill(cache, prompt.token_ids[:first], config.namespace, clock)
+        loaded, created = self._fill(cache, prompt.token_ids[:first], (config.namespace, said), clock)
         self._assemble(prompt, cache.buffer)
         clock.lap("realign_ms")
         plan = request.strategy.plan(self._context(prompt, cache.buffer, config))
@@ -139,18 +149,22 @@ class Pipeline(PlainPrefill):
         )
 
     def _fill(
-        self, cache: BufferCache, token_ids: tuple[int, ...], namespace: str, clock: StageClock
+        self, cache: BufferCache, token_ids: tuple[int, ...], where: tuple[str, int], clock: StageClock
     ) -> tuple[int, int]:
-        """Exact KV of the prompt's beginning: how many tokens were found, and how many computed and stored."""
-        loaded = self.prefixes.load(cache, token_ids, namespace)
+        """Exact KV of the prompt's beginning: how many tokens were found, and how many computed and stored.
+
+        Args:
+            where: namespace, and the position where a block is to end (`PrefixCache.blocks`).
+        """
+        loaded = self.prefixes.load(cache, token_ids, *where)
         clock.lap("load_ms")
-        created = self.prefixes.fill(cache, token_ids, namespace)
+        created = self.prefixes.fill(cache, token_ids, *where)
         clock.lap("prefix_ms")
         return loaded, created
 
     def _fetch(self, prompt: ServedPrompt, config: ResolvedConfig, clock: StageClock) -> ServedPrompt:
         """KV of every document segment, missing ones encoded; a text that occurs twice is fetched once."""
-        records = {s.record.content_hash: s.record for s in prompt.segments if s.record is not None}
+        records = {s.record.content_hash: s.record for s in prompt.documents if s.record is not None}
         choices = {key: self.fetcher.choose(r, config.disk_load == "always") for key, r in records.items()}
         clock.lap("lookup_ms")
         found = self.fetcher.load_all(records, choices)

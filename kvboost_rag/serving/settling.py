@@ -17,7 +17,7 @@ from kvboost_rag.kv.buffer import KVBuffer
 from kvboost_rag.models.hf_cache import BufferCache
 from kvboost_rag.observe.idle import IdleJobs
 from kvboost_rag.observe.recorder import Recorder
-from kvboost_rag.serving.history import past_tokens, token_ids, with_answer
+from kvboost_rag.serving.history import MERGING_TOKENS, past_tokens, token_ids, with_answer
 from kvboost_rag.serving.pipeline import Pipeline
 from kvboost_rag.serving.requests import Request
 from kvboost_rag.serving.variants import Variant, Variants
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 32
 """Conversations that wait to be settled; of more, the next turn computes what is missing."""
 APPROXIMATE = (HitKind.APPROXIMATE, HitKind.ENCODED, HitKind.DONOR)
-MERGING_TOKENS = 2
-"""Tokens at the end of a turn that may become others when the conversation goes on."""
 
 
 class Settler:
@@ -63,12 +61,12 @@ class Settler:
         ids = token_ids(variant.registry, with_answer(request, result.text))
         if not self._is_turn(pipeline, request, result, ids):
             return
-        length = min(len(ids), pipeline.max_positions or len(ids))
-        whole = ids[: pipeline.prefixes.whole(length)]
-        if whole:
+        length = len(ids) - MERGING_TOKENS
+        said = ids[: min(length, pipeline.max_positions or length)]
+        if pipeline.prefixes.whole(len(said)):
             removals = variant.registry.store.catalog.version().removals
-            turn = _Turn(variant, pipeline, whole, request.config.namespace, removals)
-            self._jobs.offer(str(hash((variant.state.fingerprint, turn.namespace, whole))), partial(self._steps, turn))
+            turn = _Turn(variant, pipeline, said, request.config.namespace, removals)
+            self._jobs.offer(str(hash((variant.state.fingerprint, turn.namespace, said))), partial(self._steps, turn))
 
     def cancel(self) -> int:
         """Leave all turns as they are; returns how many were not settled yet."""
