@@ -97,10 +97,11 @@ def test_from_disk_equals_memory(make_engine: MakeEngine, tmp_path: Path, reuse:
 
 
 OTHER_PROCESS = """
-import sys, torch
+import os, sys, torch
 sys.path[:0] = {path!r}
 from test_promises import prompt, DOCUMENTS
 import conftest
+os.environ["KVBOOST_FULL_BELOW"] = "0"
 from kvboost_rag import KVBoost
 from kvboost_rag.models.load import load_model
 engine = KVBoost.from_pretrained({model!r}, dtype="float32", store={store!r})
