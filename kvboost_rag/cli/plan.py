@@ -90,7 +90,9 @@ def plan(
         with _scratch_store(kept.folder) as disk, progress_bar() as bar:
             bar.add_task("measuring", total=None)
             measured = _measure(engine, disk, corpus)
-    _print(corpus, measured, kept)
+        times = engine.encoding.contexts or 1
+    forwarded = times * corpus.context_tokens + (times - 1) * corpus.chunk_tokens  # each context has a forward
+    _print(replace(corpus, context_tokens=forwarded), measured, kept)
 
 
 def _read(paths: list[Path]) -> list[str]:

@@ -33,7 +33,8 @@ class EncodingConfig:
             (`KVBOOST_NEIGHBOURS`). 0: none, and nothing is embedded.
         contexts: how many such contexts `warm` encodes a chunk after, one forward each: what stands before it in its
             document and the nearest chunks, then the next nearest. The KV behind each is combined into one (see
-            `context_weights`): nearer to full prefill, at the same size and the same cost when it is used.
+            `context_weights`): nearer to full prefill, at the same size and the same cost when it is used. Default 1
+            (`KVBOOST_CONTEXTS`).
         context_weights: how they are combined, as calibration fitted it for the model
             (`encode.mixture.ContextWeights`); None: the profile's, and where there is none the plain mean.
         siblings: whether the first chunk of a chunk's document and the one just before it belong into its context.
@@ -68,6 +69,8 @@ class EncodingConfig:
         check_encoding(self.neighbours, self.quantization)
         if self.neighbours is None:
             env_int(os.environ, "KVBOOST_NEIGHBOURS")  # what cannot be used is said before a model is loaded
+        if self.contexts is None:
+            _contexts(os.environ)
         for name in ("batch_size", "block_tokens"):
             check_count(name, getattr(self, name), 1)
         if self.contexts is not None:
@@ -84,12 +87,21 @@ class EncodingConfig:
             ConfigError: an environment variable holds a value that cannot be used; the message names it.
         """
         default = calibrated or CalibratedDefaults()
-        from_env = env_int(os.environ if environ is None else environ, "KVBOOST_NEIGHBOURS")
+        env = os.environ if environ is None else environ
+        from_env = env_int(env, "KVBOOST_NEIGHBOURS")
         neighbours = default.neighbours if from_env is None else from_env
+        contexts = _contexts(env) or default.contexts
         return replace(
             self,
             neighbours=neighbours if self.neighbours is None else self.neighbours,
-            contexts=default.contexts if self.contexts is None else self.contexts,
+            contexts=contexts if self.contexts is None else self.contexts,
             context_weights=default.context_weights if self.context_weights is None else self.context_weights,
             quantization=default.quantization if self.quantization is None else self.quantization,
         )
+
+
+def _contexts(env: Mapping[str, str]) -> int | None:
+    found = env_int(env, "KVBOOST_CONTEXTS")
+    if found is not None:
+        check_count("KVBOOST_CONTEXTS", found, 1)
+    return found

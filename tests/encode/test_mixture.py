@@ -217,6 +217,10 @@ def test_contexts_may_be_given(make_mixed: MakeEngine) -> None:
 def test_settings_that_cannot_be_used() -> None:
     with pytest.raises(ConfigError, match="contexts=0"):
         EncodingConfig(contexts=0)
+    with pytest.raises(ConfigError, match="KVBOOST_CONTEXTS=0"):
+        EncodingConfig().resolve({"KVBOOST_CONTEXTS": "0"})
+    assert EncodingConfig().resolve({"KVBOOST_CONTEXTS": "2"}).contexts == 2
+    assert EncodingConfig(contexts=1).resolve({"KVBOOST_CONTEXTS": "2"}).contexts == 1
     with pytest.raises(ValueError, match="weights of keys"):
         ContextWeights([[[1.0]]], [[[1.0, 1.0]]])
     with pytest.raises(ValueError, match="finite"):
