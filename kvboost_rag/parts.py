@@ -18,6 +18,7 @@ from kvboost_rag.indexing.similar_chunks import SimilarChunks
 from kvboost_rag.models.adapters import AdapterNames
 from kvboost_rag.models.load import LoadedModel
 from kvboost_rag.models.profile import ModelProfile, ProfileNotice, load_profile
+from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.models.unwrap import input_device
 from kvboost_rag.models.watch import ModelWatch
 from kvboost_rag.observe.idle import IdleJobs
@@ -162,13 +163,16 @@ def build(loaded: LoadedModel, settings: Settings) -> Parts:
     metrics.watch(store)
     decoder, faults = Decoder(loaded.model, tokens, loaded.eos_token_ids), Faults()
     later = IdleJobs(f"kvboost-later-{loaded.name}", lambda: worker.is_idle)
-    maker = VariantMaker(loaded, config, encoding, tokens, store, metrics, worker, decoder, faults)
+    ranks = Ranks.of(loaded.model)
+    maker = VariantMaker(loaded, config, encoding, tokens, store, metrics, worker, decoder, faults, ranks)
     variants = maker.variants(watch)
     wanted = settings.profile == "auto" and variants.resting.probe.reusable
     notice = ProfileNotice(profile, fingerprint, loaded.name, wanted)
     settler = Settler(variants, worker, metrics)
     batch = Batch(loaded.model, worker, batch_tokens(variants.resting.probe))
-    service = Service(variants, worker, batch, Afterwards(variants, worker, metrics, shadow, later), notice, settler)
+    service = Service(
+        variants, worker, batch, Afterwards(variants, worker, metrics, shadow, later), notice, settler, ranks
+    )
     chosen, kept = (profile, config, encoding, tokens), (store, metrics, faults)
     return Parts(*chosen, *kept, worker, shadow, later, requests, variants, service)
 

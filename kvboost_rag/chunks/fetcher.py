@@ -14,8 +14,10 @@ from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, StoreEntry
 from kvboost_rag.encode.encoder import ChunkJob, Encoder, EncodingJob, context_sensitivity, encode_group
 from kvboost_rag.kv import quantization
+from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.observe.recorder import Recorder
 from kvboost_rag.stores.cost import CostModel
+from kvboost_rag.stores.heads import WHOLE, Heads
 
 DISK = "disk"
 """Name of the tier whose loads are weighed against encoding again."""
@@ -29,10 +31,18 @@ class ChunkFetcher:
     Args:
         encoder: None for a model whose KV cannot be reused: nothing can be encoded then.
         costs: what loading and encoding have cost so far.
+        heads: those whose KV lives here.
+        ranks: what one of them does not hold, none of them loads.
     """
 
     def __init__(
-        self, registry: ChunkRegistry, encoder: Encoder | None, metrics: Recorder, costs: CostModel | None = None
+        self,
+        registry: ChunkRegistry,
+        encoder: Encoder | None,
+        metrics: Recorder,
+        costs: CostModel | None = None,
+        heads: Heads = WHOLE,
+        ranks: Ranks | None = None,
     ) -> None:
         self.registry = registry
         self.store = registry.store
@@ -40,6 +50,8 @@ class ChunkFetcher:
         self.encoder = encoder
         self.metrics = metrics
         self.costs = costs or CostModel()
+        self.heads = heads
+        self.ranks = ranks or Ranks()
 
     def fetch(self, record: ChunkRecord) -> FetchedChunk:
         """The chunk's KV from the store, or else encoded now."""
@@ -47,7 +59,18 @@ class ChunkFetcher:
 
     def load(self, record: ChunkRecord) -> FetchedChunk | None:
         """The chunk's KV from the store, or None (a miss)."""
-        entry = self.store.get(record.content_hash, self.registry.check(record)[1])
+        chunk = self._load(record)
+        return chunk if self.ranks.all(f"load {record.content_hash[:16]}", chunk is not None) else None
+
+    def check(self, record: ChunkRecord) -> tuple[ChunkJob, EntryCheck]:
+        """As `ChunkRegistry.check`, the same on every rank."""
+        return self.ranks.first(f"check {record.content_hash[:16]}", lambda: self.registry.check(record))
+
+    def _settled(self, record: ChunkRecord) -> ChunkRecord:
+        return self.ranks.first(f"mix {record.content_hash[:16]}", lambda: self.registry.settle_mixture(record))
+
+    def _load(self, record: ChunkRecord) -> FetchedChunk | None:
+        entry = self.heads.get(self.store, record.content_hash, self.check(record)[1])
         if entry is None:
             return None
         if self.identity.sensitivity and SENSITIVITY not in entry.tensors:
@@ -56,6 +79,8 @@ class ChunkFetcher:
 
     def holds(self, record: ChunkRecord) -> bool:
         """Whether the store says that it holds what `load` would give; nothing is read."""
+        if not self.heads.whole:  # parts are read to be compared: this is asked while indexing
+            return self.load(record) is not None
         key, check = record.content_hash, self.registry.check(record)[1]
         info = self.store.info(key) if key in self.store else None
         return (
@@ -131,8 +156,8 @@ class ChunkFetcher:
         """
         if self.encoder is None:
             raise RuntimeError("this model's KV cannot be reused, so its chunks are not encoded")
-        record = self.registry.settle_mixture(record)
-        job, check = self.registry.check(record)
+        record = self._settled(record)
+        job, check = self.check(record)
         start = time.perf_counter()
         entry = self._pack(
             record, job, [self.encoder.encode(part) for part in job.parts], check, self.encoder.signature
@@ -150,8 +175,8 @@ class ChunkFetcher:
         """`encode` for several chunks, in one forward where there is more than one."""
         if self.encoder is None or len(records) < 2:
             return [self.encode(record) for record in records]
-        records = [self.registry.settle_mixture(record) for record in records]
-        checks = [self.registry.check(record) for record in records]
+        records = [self._settled(record) for record in records]
+        checks = [self.check(record) for record in records]
         if all(record.forward_tokens for record in records):
             return self._encode_nested(records, checks)
         encoded = iter(self.encoder.encode_batch([part for job, _ in checks for part in job.parts]))
@@ -192,7 +217,9 @@ class ChunkFetcher:
 
     def _put(self, record: ChunkRecord, entry: StoreEntry, job: ChunkJob) -> FetchedChunk:
         """A store that cannot keep it costs the next call another encoding."""
-        return FetchedChunk(record, entry, HitKind.ENCODED, self._forwarded(record, job), self.store.put(entry))
+        return FetchedChunk(
+            record, entry, HitKind.ENCODED, self._forwarded(record, job), self.heads.put(self.store, entry)
+        )
 
     def _sensitivity(self, record: ChunkRecord, parts: Sequence[ChunkKV]) -> torch.Tensor:
         """How far the last two contexts are apart, or the only one from less."""

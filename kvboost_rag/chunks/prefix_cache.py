@@ -17,8 +17,10 @@ from kvboost_rag.forward.row_forward import RowPlan, observe_rows
 from kvboost_rag.kv import quantization
 from kvboost_rag.kv.keys import ROOT_HASH, prefix_hash
 from kvboost_rag.models.hf_cache import BufferCache
+from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.models.unwrap import input_device
 from kvboost_rag.stores.base import Store
+from kvboost_rag.stores.heads import WHOLE, Heads
 
 FIRST_BLOCK_TOKENS = 64
 
@@ -27,12 +29,23 @@ class PrefixCache:
     """Finds and fills the exact beginning of a prompt, block by block.
 
     Args:
+        heads, ranks: as in `ChunkFetcher`.
         block_tokens: tokens a block; only whole blocks are found again in a longer prompt. The first ones are shorter
             (64, 64, 128, …), so that short prompts have some too; long ones make fewer forwards.
     """
 
-    def __init__(self, store: Store, model: PreTrainedModel, fingerprint: str, block_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        store: Store,
+        model: PreTrainedModel,
+        fingerprint: str,
+        block_tokens: int = 256,
+        heads: Heads = WHOLE,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.store = store
+        self.heads = heads
+        self.ranks = ranks or Ranks()
         self.model = model
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
@@ -72,13 +85,14 @@ class PrefixCache:
         buffer = cache.buffer
         buffer.length = 0
         for key, preceding, ids in self.blocks(token_ids, namespace, cut):
-            if key not in self.store:
+            if not self.heads.holds(self.store, key):
                 break
-            entry = self.store.get(key, EntryCheck(namespace, self.fingerprint, ids, preceding))
+            entry = self.heads.get(self.store, key, EntryCheck(namespace, self.fingerprint, ids, preceding))
             if entry is None:
                 break
             buffer.place(quantization.decode(entry.tensors, entry.meta), buffer.length)
             buffer.length += len(ids)
+        buffer.length = self.ranks.smallest("prefix", buffer.length)
         return buffer.length
 
     def fill(self, cache: BufferCache, token_ids: Sequence[int], namespace: str, cut: int = 0) -> int:
@@ -106,4 +120,5 @@ class PrefixCache:
     def _put(self, key: str, preceding: str, ids: tuple[int, ...], namespace: str, kv: ChunkKV) -> None:
         # Never quantised: an exact hit must give the bits that the forward gave.
         tensors, meta = quantization.encode(kv)
-        self.store.put(StoreEntry(key, namespace, self.fingerprint, ids, preceding, tensors, meta))
+        entry = StoreEntry(key, namespace, self.fingerprint, ids, preceding, tensors, meta)
+        self.heads.put(self.store, entry)

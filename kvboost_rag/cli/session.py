@@ -39,7 +39,7 @@ def load(choice: ModelChoice) -> LoadedModel:
     """Load the model, showing each step."""
     import transformers
 
-    from kvboost_rag.models.load import load_model
+    from kvboost_rag.models.load import load_model, with_digests
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -51,7 +51,7 @@ def load(choice: ModelChoice) -> LoadedModel:
         def show(step: LoadProgress) -> None:
             bar.update(task, description=step.stage, total=step.num_steps, completed=step.step - 1)
 
-        loaded = load_model(choice.name, dtype=dtype, progress=show, **options)
+        loaded = with_digests(load_model(choice.name, dtype=dtype, progress=show, **options))
         seconds = bar.tasks[0].elapsed or 0.0
     where = f"{str(loaded.model.dtype).removeprefix('torch.')} on {loaded.model.device}"
     console.print(f"model      {choice.name}, {where}, ready after {seconds_text(seconds)}", highlight=False)

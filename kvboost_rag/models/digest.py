@@ -28,7 +28,8 @@ class TensorMark:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMark:
         version = -1 if tensor.is_inference() else tensor._version
-        return cls(version, tensor.data_ptr())
+        local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return cls(version, local.data_ptr())
 
 
 class WeightDigests:
@@ -40,7 +41,9 @@ class WeightDigests:
     def of(self, tensors: NamedTensors) -> list[bytes]:
         """SHA-256 of each tensor's shape, dtype and bytes. Those whose mark did not change are not read again."""
         marks = [TensorMark.of(tensor) for _, tensor in tensors]
-        with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
+        # What is spread over ranks is put together by all of them, in one order.
+        spread = any(hasattr(tensor, "full_tensor") for _, tensor in tensors)
+        with ThreadPoolExecutor(1 if spread else max(1, min(4, os.cpu_count() or 1))) as pool:
             pairs = [(tensor, mark) for (_, tensor), mark in zip(tensors, marks, strict=True)]
             found = list(pool.map(lambda pair: self._remembered(*pair) or hash_tensor(pair[0]), pairs))
         self.remember(tensors, found)
@@ -61,7 +64,9 @@ class WeightDigests:
 
 
 def hash_tensor(tensor: torch.Tensor) -> bytes:
-    """SHA-256 of a tensor's shape, dtype and all its bytes, in logical order."""
+    """SHA-256 of a tensor's shape, dtype and all its bytes, in logical order; of the whole, if ranks hold parts."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, raw.numel(), PIECE_BYTES):

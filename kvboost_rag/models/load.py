@@ -18,6 +18,7 @@ from kvboost_rag.models.digest import WeightDigests
 from kvboost_rag.models.digest_file import digests_of_files, files_identity
 from kvboost_rag.models.errors import ModelLoadError, reason
 from kvboost_rag.models.gguf import load_gguf_model, load_gguf_tokenizer
+from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.models.tensors import UnreadableWeights, named_tensors
 from kvboost_rag.models.unwrap import input_device, unwrap
 
@@ -59,6 +60,7 @@ def load_model(
     device_map: Any = None,
     quantization_config: Any = None,
     attn_implementation: str | None = None,
+    tp_plan: Any = None,
     hub: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -71,7 +73,7 @@ def load_model(
         tokenizer: tokenizer object, or where to load it from; default: where the model comes from.
         tokenizer_kwargs: handed to `from_pretrained` of the tokenizer, where it is loaded here.
         dtype: a torch dtype or its name; default: the checkpoint's own.
-        device_map, quantization_config, attn_implementation: handed to `from_pretrained` as they are.
+        device_map, quantization_config, attn_implementation, tp_plan: handed to `from_pretrained` as they are.
         hub: what is handed to `from_pretrained` of model and tokenizer alike: `revision`, `trust_remote_code`, `token`,
             `cache_dir`, … GGUF files and model objects have no use for it.
         progress: called when a step begins.
@@ -84,6 +86,7 @@ def load_model(
         "device_map": device_map,
         "quantization_config": quantization_config,
         "attn_implementation": attn_implementation,
+        "tp_plan": tp_plan,
     }
     options = {name: value for name, value in options.items() if value is not None}
     if not isinstance(spec, (str, os.PathLike)):
@@ -108,7 +111,7 @@ def with_digests(loaded: LoadedModel) -> LoadedModel:
 
     To be called before anybody can change the weights.
     """
-    if loaded.identity is None:
+    if loaded.identity is None or Ranks.many(loaded.model):  # ranks need not find the same files
         return loaded
     digests = WeightDigests()
     try:

@@ -102,7 +102,10 @@ def _present(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor
 
 
 def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A packed tensor is its parts and what describes them."""
+    """A packed tensor is its parts and what describes them; one that is spread over ranks stays one."""
+    if hasattr(tensor, "full_tensor"):
+        yield name, tensor
+        return
     if type(tensor) not in (torch.Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
         parts, _ = tensor.__tensor_flatten__()
         for part in parts:
@@ -130,6 +133,10 @@ def packing(model: nn.Module) -> Iterator[tuple[str, str]]:
     """How packed tensors are packed, `(name, description)`: the same bytes may mean other numbers."""
     for path, module in model.named_modules():
         for name, tensor in module.named_parameters(recurse=False):
-            if type(tensor) is not nn.Parameter and hasattr(tensor, "__tensor_flatten__"):
+            if (
+                type(tensor) is not nn.Parameter
+                and hasattr(tensor, "__tensor_flatten__")
+                and not hasattr(tensor, "full_tensor")
+            ):
                 parts, context = tensor.__tensor_flatten__()
                 yield f"{path}.{name}", f"{type(tensor).__qualname__} {parts} {context}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvboost_rag.config import ConfigError, ResolvedConfig
 from kvboost_rag.forward.row_forward import RowPlan
 from kvboost_rag.kv.buffer import KVBuffer
+from kvboost_rag.models.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class RepairContext:
         question_rows: positions of the suffix, `[num_question]`, the last of `fresh_rows`.
         sensitivity: per document token, `[num_document_tokens]`, how much it depended on its context at index time;
             None where some document has no such estimate.
+        ranks: who shares the model's heads: rows are chosen by the mean of what they see.
     """
 
     model: PreTrainedModel
@@ -38,6 +40,7 @@ class RepairContext:
     question_rows: torch.Tensor
     config: ResolvedConfig
     sensitivity: torch.Tensor | None = None
+    ranks: Ranks = field(default_factory=Ranks)
 
     @cached_property
     def document_rows(self) -> torch.Tensor:
@@ -134,6 +137,7 @@ def choose(scores: torch.Tensor, context: RepairContext, deviation: torch.Tensor
     `recompute_ratio`; highest scores first and never more than `max_recompute_ratio` of all document tokens.
     """
     config = context.config
+    scores = context.ranks.mean("scores", scores)
     if config.deviation_threshold is not None and deviation is not None:
         wanted = deviation > config.deviation_threshold
     elif config.top_k is not None:

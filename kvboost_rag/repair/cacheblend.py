@@ -58,7 +58,7 @@ class _KeepDeviating(DeviationProbe):
         if self.deviation is None:
             raise RuntimeError(f"layer {self.layer} was not seen")
         is_document = torch.isin(rows, self.context.document_rows)
-        deviation = self.deviation.cpu()[is_document]
+        deviation = self.context.ranks.mean("deviation", self.deviation.cpu()[is_document])
         scores = deviation if self.kl is None else self.kl.cpu()[is_document]
         keep = torch.isin(rows, self.context.fresh_rows)
         keep[is_document] |= self._chosen(deviation, scores)

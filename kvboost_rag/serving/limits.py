@@ -24,7 +24,7 @@ def context_tokens(model: PreTrainedModel) -> int | None:
     if "dynamic" in kinds:
         return None
     limit = getattr(config, "max_position_embeddings", None)
-    return int(limit) if limit else None
+    return int(limit) if limit and limit > 0 else None  # XLNet says -1
 
 
 def reuse_limit(model: PreTrainedModel, report: ProbeReport) -> int | None:

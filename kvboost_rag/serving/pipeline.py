@@ -23,6 +23,7 @@ from kvboost_rag.kv.realign import PositionTables
 from kvboost_rag.models.hf_cache import BufferCache
 from kvboost_rag.observe.timing import StageClock
 from kvboost_rag.repair import RepairContext
+from kvboost_rag.repair.agreed import agreed
 from kvboost_rag.repair.base import least_ratio
 from kvboost_rag.serving.decode import prompt_tensor
 from kvboost_rag.serving.history import MERGING_TOKENS, past, past_tokens
@@ -135,7 +136,7 @@ class Pipeline(PlainPrefill):
         loaded, created = self._fill(cache, prompt.token_ids[:first], (config.namespace, said), clock)
         self._assemble(prompt, cache.buffer)
         clock.lap("realign_ms")
-        plan = request.strategy.plan(self._context(prompt, cache.buffer, config))
+        plan = agreed(request.strategy.plan(self._context(prompt, cache.buffer, config)), self.fetcher.ranks)
         clock.lap("repair_ms")
         return replace(
             prompt,
@@ -209,6 +210,7 @@ class Pipeline(PlainPrefill):
             question_rows=torch.unique(torch.cat([*question, last])),
             config=config,
             sensitivity=_sensitivity(prompt),
+            ranks=self.fetcher.ranks,
         )
 
     def empty_cache(self, num_tokens: int) -> BufferCache | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from kvboost_rag.chunks.lookup import Messages, document_texts
 from kvboost_rag.config import CalibratedDefaults, GenerationParams, ResolvedConfig, ReuseConfig
+from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.observe.shadow import Shadow
 from kvboost_rag.repair import RepairStrategy, strategy_named
 
@@ -28,6 +30,16 @@ class Request:
     strategy: RepairStrategy
     template: dict[str, Any]
     started: float
+
+    def on(self, ranks: Ranks) -> Request:
+        """As several ranks can serve it together: nothing that depends on one's time, disk or random numbers."""
+        if ranks.size == 1:
+            return self
+        config = replace(self.config, donors=False, settle=False, shadow_rate=0.0, disk_load="always")
+        params = self.params
+        if params.do_sample and params.seed is None:
+            params = replace(params, seed=ranks.first("seed", lambda: random.getrandbits(62)))
+        return replace(self, config=config, params=params)
 
     def off(self) -> Request:
         """The same, answered by the plain model."""

@@ -15,6 +15,7 @@ from kvboost_rag.chunks.lookup import STORE_FAULTS, locate, locate_without_store
 from kvboost_rag.chunks.served import ServedPrompt
 from kvboost_rag.config import ConfigError, ResolvedConfig
 from kvboost_rag.datamodels import GenerationResult
+from kvboost_rag.models.ranks import RanksDiverged, RanksError
 from kvboost_rag.observe.timing import StageClock, gpus_of
 from kvboost_rag.serving.callers import CallersError, NothingComputed, as_they_were_raised
 from kvboost_rag.serving.decode import Decoder
@@ -67,7 +68,7 @@ class Server:
         """
         clock = StageClock(request.started, self._gpus)
         self.faults.num_requests += 1
-        prompt = self._locate_or_fall_back(request)
+        prompt = self.fetcher.ranks.first("prompt", lambda: self._locate_or_fall_back(request))
         clock.lap("segment_ms")
         room = answer_room(self.model, len(prompt.token_ids), request.params)
         request = replace(request, params=replace(request.params, max_new_tokens=room))
@@ -85,7 +86,7 @@ class Server:
 
     def logits(self, request: Request, continuation: Sequence[int]) -> torch.Tensor:
         """Logits behind the prompt and behind each token of `continuation`, float32 `[len + 1, vocab_size]`."""
-        prompt = self.locate(request)
+        prompt = self.fetcher.ranks.first("prompt", lambda: self.locate(request))
         answer_room(self.model, len(prompt.token_ids) + len(continuation), request.params)
         clock = StageClock(request.started, self._gpus)
         with self._pinned(prompt, request.config):
@@ -125,10 +126,20 @@ class Server:
         return self.fetcher.pinned(s.record for s in found if s.record is not None)
 
     def _prepare(self, prompt: ServedPrompt, request: Request, room: int, clock: StageClock) -> ServedPrompt:
+        """Reuse on all ranks, or plain prefill on all of them."""
+        ranks = self.fetcher.ranks
         try:
-            return self.pipeline.prepare(prompt, request, room, clock)
+            ready = self.pipeline.prepare(prompt, request, room, clock)
         except Exception as error:
+            if isinstance(error, RanksError) and not isinstance(error, RanksDiverged):
+                raise
+            if not isinstance(error, RanksDiverged):  # that was told to all of them
+                with suppress(RanksDiverged):  # they were somewhere else, and know by now
+                    ranks.all("prepared", False)
             return prompt.plain(self.faults.note(error, request.config))
+        if ranks.all("prepared", True):
+            return ready
+        return prompt.plain("another rank could not use its KV")
 
     def _decode(
         self, prompt: ServedPrompt, request: Request, channel: tuple[OnText, threading.Event], clock: StageClock
@@ -147,7 +158,8 @@ class Server:
         except CallersError as raised:
             raise raised.error from None
         except Exception as error:
-            if prompt.cache is None or clock.ttft_ms is not None or isinstance(error, ConfigError):
+            alone = self.fetcher.ranks.size == 1  # the others are in the middle of the same forward
+            if prompt.cache is None or clock.ttft_ms is not None or isinstance(error, ConfigError) or not alone:
                 raise
             reason = self.faults.note(error, request.config)
         else:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from kvboost_rag.models.profile import ProfileNotice
+from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.serving.afterwards import Afterwards
 from kvboost_rag.serving.batch import Batch
 from kvboost_rag.serving.requests import Request
@@ -38,20 +39,25 @@ class Service:
     afterwards: Afterwards
     notice: ProfileNotice
     settler: Settler
+    ranks: Ranks = field(default_factory=Ranks)
 
     def stream(self, request: Request, cancelled: threading.Event | None = None) -> Stream[StreamEvent]:
         """As `KVBoost.stream`."""
-        alone, seeded = request.config.adapters is not None, request.params.seed is not None
+        alone = request.config.adapters is not None or self.ranks.size > 1  # ranks take requests in one order
+        seeded = request.params.seed is not None
         return Stream(self.batch.door(alone, seeded), partial(self._serve, request), cancelled)
 
     def logits(self, request: Request, continuation: Sequence[int]) -> torch.Tensor:
         """As `KVBoost.logits`."""
-        return self.worker.call(
-            lambda: self.variants.run(request.config.adapters, lambda v: v.server.logits(request, continuation))
-        )
+
+        def score(variant: Variant) -> torch.Tensor:
+            return variant.server.logits(request.on(self.ranks), continuation)
+
+        return self.worker.call(lambda: self.variants.run(request.config.adapters, score))
 
     def _serve(self, request: Request, emit: Callable[[StreamEvent], None], cancelled: threading.Event) -> None:
         """One request, in the worker, and what others learn from it."""
+        request = request.on(self.ranks)
         if request.config.reuse != "off" and (notice := self.notice.take()):
             logger.warning(notice)
 

@@ -13,7 +13,7 @@ from kvboost_rag.chunks.identity import ChunkIdentity
 from kvboost_rag.chunks.prefix_cache import PrefixCache
 from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.chunks.turns import ServedTurns
-from kvboost_rag.config import EncodingConfig, ReuseConfig
+from kvboost_rag.config import ConfigError, EncodingConfig, ReuseConfig
 from kvboost_rag.encode.encoder import Encoder
 from kvboost_rag.forward.probe import ProbeReport, forget_probe, probe
 from kvboost_rag.indexing.index import DocumentIndex
@@ -21,6 +21,7 @@ from kvboost_rag.indexing.similar_chunks import SimilarChunks
 from kvboost_rag.indexing.warmer import Warmer
 from kvboost_rag.models.adapters import AdapterNames
 from kvboost_rag.models.load import LoadedModel
+from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.models.watch import ModelState, ModelWatch
 from kvboost_rag.observe.recorder import Recorder
 from kvboost_rag.prompt.tokens import PromptTokens
@@ -32,6 +33,7 @@ from kvboost_rag.serving.server import Server
 from kvboost_rag.serving.variants import Variant, Variants
 from kvboost_rag.serving.worker import Worker
 from kvboost_rag.stores import Store
+from kvboost_rag.stores.heads import WHOLE, Heads
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class VariantMaker:
     worker: Worker
     decoder: Decoder
     faults: Faults
+    ranks: Ranks = field(default_factory=Ranks)
     _variants: Variants | None = field(default=None, init=False)
     _probed: int = field(default=0, init=False)
 
@@ -63,7 +66,8 @@ class VariantMaker:
         identity = ChunkIdentity.of(state.fingerprint, self.tokens, encoding, reuse_limit(loaded.model, report))
         registry = ChunkRegistry(self.store, self.tokens, identity, self._fingerprints)
         encoder = Encoder(loaded.model, report.layout) if report.layout is not None else None
-        fetcher = ChunkFetcher(registry, encoder, self.metrics)
+        heads = self._heads(report)
+        fetcher = ChunkFetcher(registry, encoder, self.metrics, None, heads, self.ranks)
         similar = SimilarChunks(registry, encoding.embedder, encoding.siblings)
         donors = Donors(fetcher, encoding.donor_rules)
         run = partial(self._run_as, state.fingerprint, adapters)
@@ -97,12 +101,33 @@ class VariantMaker:
         if state.weights != self._probed:
             forget_probe(self.loaded.model)
             self._probed = state.weights
-        return probe(self.loaded.model)
+        report = probe(self.loaded.model)
+        if self.ranks.size > 1 and report.layout is not None:
+            if len({group.num_kv_heads for group in report.layout.groups}) > 1:
+                return ProbeReport(False, "its layers have different numbers of heads, and several ranks share them")
+            if self.encoding.sensitivity or (self.encoding.quantization or "none") != "none":
+                raise ConfigError("several ranks keep KV by heads: neither quantised nor with context sensitivity")
+        return report
+
+    def _heads(self, report: ProbeReport) -> Heads:
+        """The heads whose KV lives here."""
+        counts = {group.num_kv_heads for group in report.layout.groups} if report.layout is not None else set()
+        if len(counts) != 1:
+            return WHOLE
+        (count,) = counts
+        return Heads(self.ranks.index * count, count, self.ranks.size * count)
 
     def _pipeline(self, report: ProbeReport, donors: Donors) -> PlainPrefill:
         if not report.reusable:
             logger.warning("%s is served by plain prefill: %s", self.loaded.name, report.reason)
             return PlainPrefill()
         registry = donors.registry
-        prefixes = PrefixCache(self.store, self.loaded.model, registry.fingerprint, self.encoding.block_tokens)
+        prefixes = PrefixCache(
+            self.store,
+            self.loaded.model,
+            registry.fingerprint,
+            self.encoding.block_tokens,
+            donors.fetcher.heads,
+            self.ranks,
+        )
         return Pipeline(self.loaded.model, report, donors, prefixes, ServedTurns(prefixes))
