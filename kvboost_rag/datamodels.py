@@ -53,12 +53,20 @@ class TextSpan:
 
 @dataclass(frozen=True)
 class Segment:
-    """A typed span of the prompt with its own token ids; `start` is the position of its first token."""
+    """A typed span of the prompt's token ids.
+
+    Attributes:
+        text: of a document all of its chunk's text, whatever part of it stands here; else the prompt's text where it
+            has no document, and empty where it has: ids at a document's edge may spell more than what is beside it.
+        start: position of the first token.
+        chunk_start: which of its chunk's tokens a document's first one is.
+    """
 
     kind: SegmentKind
     text: str
     token_ids: tuple[int, ...]
     start: int
+    chunk_start: int = 0
 
     @property
     def end(self) -> int:

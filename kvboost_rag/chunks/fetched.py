@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, StoreEntry
+from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, Segment, StoreEntry
 from kvboost_rag.kv import quantization
+from kvboost_rag.kv.assemble import PlacedChunk, PlacedEntry
 
 SENSITIVITY = "sensitivity"
 """Name of the tensor `[seq_len]` in a stored entry."""
@@ -41,6 +42,25 @@ class FetchedChunk:
     def sensitivity(self) -> torch.Tensor | None:
         """Float16 `[seq_len]` (`encode.context_sensitivity`), or None if it is not stored with the chunk."""
         return self.payload.tensors.get(SENSITIVITY)
+
+    def sensitivity_of(self, segment: Segment) -> torch.Tensor | None:
+        """Of the chunk's tokens that stand in a prompt."""
+        whole = self.sensitivity
+        return None if whole is None else whole[segment.chunk_start : segment.chunk_start + len(segment.token_ids)]
+
+    def placed(self, segment: Segment, low: int, high: int) -> PlacedEntry | PlacedChunk:
+        """The chunk's tokens that stand in a prompt, to be placed there.
+
+        Args:
+            low, high: positions `[low, high)` that may be written: the chunk as a whole, if it fits in there.
+        """
+        start = segment.start - segment.chunk_start
+        if low <= start and start + len(self.payload.token_ids) <= high:
+            return PlacedEntry(self.payload, start)
+        rows = slice(segment.chunk_start, segment.chunk_start + len(segment.token_ids))
+        kv = self.kv
+        part = ChunkKV(tuple(k[:, :, rows] for k in kv.keys), tuple(v[:, :, rows] for v in kv.values))
+        return PlacedChunk(part, segment.start)
 
     @property
     def kv(self) -> ChunkKV:

@@ -110,9 +110,9 @@ def _as_it_is(record: ChunkRecord) -> ChunkRecord:
 def _record(
     segment: Segment, by_text: dict[str, ChunkRecord], register: Callable[[str], ChunkRecord]
 ) -> ChunkRecord | None:
-    if segment.kind is not SegmentKind.DOCUMENT or not segment.token_ids:
+    if segment.kind is not SegmentKind.DOCUMENT:
         return None
-    record = by_text.get(segment.text)
-    if record is None or record.token_ids != segment.token_ids:
+    record, end = by_text.get(segment.text), segment.chunk_start + len(segment.token_ids)
+    if record is None or record.token_ids[segment.chunk_start : end] != segment.token_ids:
         record = register(segment.text)
     return record

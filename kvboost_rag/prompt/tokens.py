@@ -1,18 +1,21 @@
-"""Text to token ids, one way for warming and answering alike.
+"""Text to token ids: a prompt's are those of the tokenizer on the whole text, a chunk's those on its text alone.
 
-Each span of a prompt is tokenised on its own and the ids are spliced, so that a document has the same ids wherever
-it stands. Three things would break that and are handled here: tokenizers that put a space before every text they
-are given, special tokens that would be added a second time, and documents that spell out control tokens.
+Which documents are known changes nothing about a prompt's ids; what of a chunk's ids stands among them unchanged is
+found afterwards (`alignment`). The one exception: a document that spells out control tokens has the ids of their
+characters, so that it cannot open a new turn.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.datamodels import Segment, SegmentKind, TextSpan
+from kvboost_rag.prompt.alignment import SLACK, Run, runs_of
 from kvboost_rag.prompt.chat_template import render_messages, user_message_head
 from kvboost_rag.prompt.control_tokens import control_tokens, cuts_inside
 
@@ -41,6 +44,7 @@ class PromptTokens:
         self._control = control_tokens(tokenizer)
         self._leading_ids = self._find_leading_ids()
         self._anchors = self._find_anchors()
+        self._cached_cuts = lru_cache(_CACHED_DOCUMENTS)(self._find_cuts)
         self._cached_document_ids = lru_cache(_CACHED_DOCUMENTS)(self._encode_document)
 
     @property
@@ -66,32 +70,88 @@ class PromptTokens:
         )
 
     def segment(self, spans: Sequence[TextSpan], rendered: bool) -> tuple[Segment, ...]:
-        """Tokenise each span on its own and lay the pieces end to end.
+        """Tokenise a prompt whole and cut its ids where chunks' ids stand unchanged.
 
         Args:
             spans: as `split_prompt` gives them.
             rendered: the text comes out of a chat template, which has written the special tokens: none are added.
-                Otherwise the tokenizer's own leading special tokens (BOS) become part of the first segment, unless
-                its text begins with them; before a leading document they form a prefix segment. Trailing ones (EOS)
-                are never added: the prompt is to be continued.
+                Otherwise the tokenizer's own leading special tokens (BOS) come first, unless the text begins with
+                them. Trailing ones (EOS) are never added: the prompt is to be continued.
 
         Returns:
-            Segments in order; `start` counts from 0 and the ids joined are the prompt. Text that has no tokens of its
-            own (some tokenizers drop white space) keeps its place as a segment of no tokens, which is no document.
+            Segments in order; `start` counts from 0 and the ids joined are the prompt. A document is one segment for
+            each run of its chunk's ids; ids at its edges that the tokenizer made otherwise belong to what is beside it.
 
         Raises:
             ValueError: no text, or no token in it.
         """
-        pieces = self._pieces(spans, rendered)
-        if not any(ids for _, ids in pieces):
+        ids, places = self.prompt_ids(spans, rendered)
+        if not ids:
             raise ValueError("the prompt has no text that the tokenizer has tokens for: there is nothing to answer")
-        segments: list[Segment] = []
-        start = 0
-        for span, ids in pieces:
-            kind = SegmentKind.TEXT if span.kind is SegmentKind.DOCUMENT and not ids else span.kind
-            segments.append(Segment(kind, span.text, ids, start))
-            start += len(ids)
-        return tuple(segments)
+        found: list[tuple[TextSpan, Run]] = []
+        done = 0
+        for span, (low, high) in zip(spans, places, strict=True):
+            if span.kind is SegmentKind.DOCUMENT:
+                runs = runs_of(self.document_ids(span.text), ids, max(low, done), high)
+                found += [(span, run) for run in runs]
+                done = runs[-1].end if runs else done
+        return _cut(ids, found, "".join(span.text for span in spans))
+
+    def prompt_ids(self, spans: Sequence[TextSpan], rendered: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """A prompt's ids, and for each span the range of ids in which it stands; args as for `segment`."""
+        text = "".join(span.text for span in spans)
+        cuts = self._cuts(spans)
+        ids: list[int] = []
+        ends: list[tuple[int, int]] = []  # of each id, the characters it stands for
+        for start, end in pairwise((0, *cuts, len(text))):
+            piece, offsets = self._encode_at(text[start:end], start)
+            keep = list(range(len(piece)))
+            if any(start >= a and end <= b for a, b in self._guarded(spans)):
+                keep = [i for i in keep if piece[i] not in self._control or piece[i] == self.tokenizer.unk_token_id]
+            ids += [piece[i] for i in keep]
+            ends += [offsets[i] for i in keep]
+        if not rendered and self._leading_ids and tuple(ids[: len(self._leading_ids)]) != self._leading_ids:
+            ids[:0] = self._leading_ids
+            ends[:0] = [(0, 0)] * len(self._leading_ids)
+        return tuple(ids), self._places(spans, ends)
+
+    def _places(self, spans: Sequence[TextSpan], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        if not self.tokenizer.is_fast:
+            return self._estimated_places(spans, len(offsets))
+        starts, ends = [a for a, _ in offsets], [b for _, b in offsets]
+        places, at = [], 0
+        for span in spans:
+            end = at + len(span.text)
+            places.append((bisect_right(ends, at), bisect_left(starts, end)))
+            at = end
+        return places
+
+    def _estimated_places(self, spans: Sequence[TextSpan], num_tokens: int) -> list[tuple[int, int]]:
+        """Of a tokenizer without offsets: where spans would stand tokenised one by one, with room for what merges."""
+        places: list[tuple[int, int]] = []
+        at = 0
+        for span in spans:
+            end = at + len(self._encode_glued(span.text))
+            room = SLACK * (1 + len(places) // 4)
+            places.append((min(max(0, at - room), num_tokens), min(end + room, num_tokens)))
+            at = end
+        return places
+
+    def _cuts(self, spans: Sequence[TextSpan]) -> list[int]:
+        """Places in the prompt's text between whose sides nothing may merge: inside control tokens of documents."""
+        return sorted({a + cut for (a, b), span in self._documents(spans) for cut in self._cached_cuts(span.text)})
+
+    def _guarded(self, spans: Sequence[TextSpan]) -> list[tuple[int, int]]:
+        return [place for place, span in self._documents(spans) if self._cached_cuts(span.text)]
+
+    @staticmethod
+    def _documents(spans: Sequence[TextSpan]) -> list[tuple[tuple[int, int], TextSpan]]:
+        found, at = [], 0
+        for span in spans:
+            if span.kind is SegmentKind.DOCUMENT:
+                found.append(((at, at + len(span.text)), span))
+            at += len(span.text)
+        return found
 
     def document_ids(self, text: str) -> tuple[int, ...]:
         """Token ids of a document's text, the same wherever it stands in a prompt and in whatever process."""
@@ -133,21 +193,6 @@ class PromptTokens:
         )
         return str(text)
 
-    def _pieces(self, spans: Sequence[TextSpan], rendered: bool) -> list[tuple[TextSpan, tuple[int, ...]]]:
-        pieces = []
-        for i, span in enumerate(spans):
-            if span.kind is SegmentKind.DOCUMENT:
-                pieces.append((span, self.document_ids(span.text)))
-            else:
-                # The prompt's start is tokenised as it would be without us; later pieces must not grow a space.
-                pieces.append((span, self._encode(span.text) if i == 0 else self._encode_glued(span.text)))
-        if rendered or not pieces or not self._leading_ids:
-            return pieces
-        span, ids = pieces[0]
-        if span.kind is SegmentKind.DOCUMENT:
-            return [(TextSpan(SegmentKind.PREFIX, ""), self._leading_ids), *pieces]
-        return [(span, self._with_leading(ids)), *pieces[1:]]
-
     def _with_leading(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if ids[: len(self._leading_ids)] == self._leading_ids else self._leading_ids + ids
 
@@ -158,34 +203,57 @@ class PromptTokens:
             )
         return tuple(encoded["input_ids"])
 
-    def _encode_glued(self, text: str, anchors: Sequence[str] | None = None) -> tuple[int, ...]:
-        """Ids of `text` as it continues something: tokenised behind an anchor whose ids are then taken off.
+    def _encode_at(self, text: str, start: int) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Ids of a piece of a prompt, as its beginning or as it continues, and the characters they stand for.
 
-        An anchor is used only if its own ids come out unchanged in front of the text, that is if nothing merged.
+        The characters are counted in the prompt; where the tokenizer does not tell them, all ids stand for the piece.
         """
+        anchor = "" if start == 0 else self._anchor_for(text)
+        with self._lock:
+            options = {"return_offsets_mapping": True} if self.tokenizer.is_fast else {}
+            encoded = self.tokenizer(
+                anchor + text, add_special_tokens=False, padding=False, truncation=False, verbose=False, **options
+            )
+        skipped = len(self._encode(anchor)) if anchor else 0
+        ids = tuple(encoded["input_ids"][skipped:])
+        offsets = (
+            encoded["offset_mapping"][skipped:] if options else [(len(anchor), len(anchor) + len(text))] * len(ids)
+        )
+        return ids, [(a - len(anchor) + start, b - len(anchor) + start) for a, b in offsets]
+
+    def _encode_glued(self, text: str, anchors: Sequence[str] | None = None) -> tuple[int, ...]:
+        """Ids of `text` as it continues something: tokenised behind an anchor whose ids are then taken off."""
+        anchor = self._anchor_for(text, anchors)
+        return self._encode(anchor + text)[len(self._encode(anchor)) if anchor else 0 :]
+
+    def _anchor_for(self, text: str, anchors: Sequence[str] | None = None) -> str:
+        """An anchor whose own ids come out unchanged in front of the text, that is with which nothing merges."""
         for anchor in self._anchors if anchors is None else anchors:
             anchor_ids = self._encode(anchor)
-            ids = self._encode(anchor + text)
-            if ids[: len(anchor_ids)] == anchor_ids:
-                return ids[len(anchor_ids) :]
-        return self._encode(text)
+            if self._encode(anchor + text)[: len(anchor_ids)] == anchor_ids:
+                return anchor
+        return ""
 
     def _encode_document(self, text: str) -> tuple[int, ...]:
         """Glued ids without control tokens: where one comes out, the text is cut inside it and the parts spliced."""
-        ids = self._encode_glued(text)
-        found = {self._control[i] for i in ids if i in self._control}
-        if not found:
-            return ids
-        if len(text) == 1:
-            # No text spells this character without the control token: left out, unless it stands for "unknown".
-            return tuple(i for i in ids if i not in self._control or i == self.tokenizer.unk_token_id)
+        parts = [text[a:b] for a, b in pairwise((0, *self._cached_cuts(text), len(text)))]
+        spelled = (i for part in parts for i in self._encode_glued(part))
+        # No text spells a control token of one character without it: left out, unless it stands for "unknown".
+        return tuple(i for i in spelled if i not in self._control or i == self.tokenizer.unk_token_id)
+
+    def _find_cuts(self, text: str) -> tuple[int, ...]:
+        """Where to cut a document so that no part of it comes out as a control token; nowhere for nearly all."""
+        found = {self._control[i] for i in self._encode_glued(text) if i in self._control}
+        if not found or len(text) == 1:
+            return ()
         cuts = cuts_inside(text, found)
         if not cuts:
-            if all(i == self.tokenizer.unk_token_id for i in ids if i in self._control):
-                return ids
+            ids = [i for i in self._encode_glued(text) if i in self._control]
+            if all(i == self.tokenizer.unk_token_id for i in ids):
+                return ()
             cuts = [len(text) // 2]  # matched after normalisation (case, width): halving gets there too
-        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        return tuple(i for part in parts for i in self._encode_document(part))
+        inner = (a + cut for a, b in pairwise((0, *cuts, len(text))) for cut in self._find_cuts(text[a:b]))
+        return tuple(sorted({*cuts, *inner}))
 
     def _find_leading_ids(self) -> tuple[int, ...]:
         """What the tokenizer itself puts before a text."""
@@ -207,3 +275,20 @@ class PromptTokens:
 
     def _joins_without_space(self, encode: Any) -> bool:
         return all(self.decode(self._encode(a) + encode(b)).strip() == a + b for a, b in _PROBES)
+
+
+def _cut(ids: tuple[int, ...], found: Sequence[tuple[TextSpan, Run]], text: str) -> tuple[Segment, ...]:
+    """A prompt's ids as segments: the runs of documents, and what lies before, between and behind them."""
+    if not found:
+        return (Segment(SegmentKind.SUFFIX, text, ids, 0),)
+    segments: list[Segment] = []
+    done = 0
+    for span, run in found:
+        between = SegmentKind.TEXT if segments else SegmentKind.PREFIX
+        if run.start > done:
+            segments.append(Segment(between, "", ids[done : run.start], done))
+        segments.append(Segment(SegmentKind.DOCUMENT, span.text, ids[run.start : run.end], run.start, run.chunk_start))
+        done = run.end
+    if done < len(ids):
+        segments.append(Segment(SegmentKind.SUFFIX, "", ids[done:], done))
+    return tuple(segments)

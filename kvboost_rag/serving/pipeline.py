@@ -17,7 +17,7 @@ from kvboost_rag.chunks.turns import ServedTurns
 from kvboost_rag.config import ResolvedConfig
 from kvboost_rag.datamodels import ChunkRecord, DiskChoice, HitKind, SegmentKind
 from kvboost_rag.forward.probe import ProbeReport
-from kvboost_rag.kv.assemble import PlacedEntry, assemble
+from kvboost_rag.kv.assemble import PlacedChunk, PlacedEntry, assemble
 from kvboost_rag.kv.buffer import BufferPool, KVBuffer
 from kvboost_rag.kv.realign import PositionTables
 from kvboost_rag.models.hf_cache import BufferCache
@@ -194,8 +194,7 @@ class Pipeline(PlainPrefill):
         if self._tables is None or self._tables.num_positions < length:
             # No longer than the prompt: some models change their frequencies for positions beyond their range.
             self._tables = PositionTables.of(self.layout, length)
-        placed = [PlacedEntry(s.chunk.payload, s.start) for s in prompt.documents if s.chunk is not None]
-        assemble(buffer, placed, self._tables)
+        assemble(buffer, _placed(prompt), self._tables)
 
     def _context(self, prompt: ServedPrompt, buffer: KVBuffer, config: ResolvedConfig) -> RepairContext:
         last = torch.tensor([len(prompt.token_ids) - 1])  # gives the first token's logits, whatever it belongs to
@@ -222,6 +221,18 @@ class Pipeline(PlainPrefill):
             self.buffers.give_back(prompt.cache.buffer)
 
 
+def _placed(prompt: ServedPrompt) -> list[PlacedEntry | PlacedChunk]:
+    """Every run of a chunk at its place.
+
+    A chunk is placed whole where nothing but ids that will be computed lies under its ends (nearly always: a token or
+    two at the edges), since a part of it would have to be copied first.
+    """
+    runs = [s for s in prompt.documents if s.chunk is not None]
+    lows = [prompt.documents[0].start, *(s.end for s in runs)]
+    highs = [*(s.start for s in runs[1:]), len(prompt.token_ids)]
+    return [s.chunk.placed(s.segment, low, high) for s, low, high in zip(runs, lows, highs, strict=False) if s.chunk]
+
+
 def _created(chunk: FetchedChunk) -> int:
     """Tokens of a chunk that were computed in this request."""
     return len(chunk.record.token_ids) if chunk.hit is HitKind.ENCODED else chunk.computed_tokens
@@ -233,6 +244,6 @@ def _rows(segments: list[ServedSegment]) -> list[torch.Tensor]:
 
 def _sensitivity(prompt: ServedPrompt) -> torch.Tensor | None:
     """Of all document tokens, float32 `[num_document_tokens]`; None if some document has none."""
-    parts = [s.chunk.sensitivity for s in prompt.documents if s.chunk is not None]
+    parts = [s.chunk.sensitivity_of(s.segment) for s in prompt.documents if s.chunk is not None]
     known = [part.float().cpu() for part in parts if part is not None]
     return torch.cat(known) if known and len(known) == len(parts) else None
