@@ -60,7 +60,8 @@ class RepairContext:
     @property
     def max_rows(self) -> int:
         """Document rows that may be recomputed at most."""
-        return int(max(self.config.max_recompute_ratio, self.least_ratio) * self.num_document_tokens)
+        least = round(self.least_ratio * self.num_document_tokens)
+        return max(least, int(self.config.max_recompute_ratio * self.num_document_tokens))
 
     @property
     def known_sensitivity(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ def test_documents_below_the_bound_give_what_full_prefill_gives(make_engine: Mak
     full = engine.logits(PROMPT, reuse="off")
     torch.testing.assert_close(engine.logits(PROMPT, full_below=tokens_of(engine)), full, rtol=1e-4, atol=1e-4)
     result = engine.generate(PROMPT, full_below=tokens_of(engine))
-    assert result.usage.cached_tokens == result.usage.recomputed_tokens == 0
+    assert result.usage.approximate_tokens == result.usage.recomputed_tokens == 0
     assert not engine.stats().fallbacks
     assert not torch.allclose(engine.logits(PROMPT), full, rtol=1e-4, atol=1e-4)
 
