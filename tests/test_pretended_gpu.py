@@ -11,8 +11,8 @@ import torch
 
 from kvboost_rag import KVBoost
 from kvboost_rag.cli.jobs import encode_in_processes, worker_specs
+from kvboost_rag.cli.model_choice import ModelChoice
 from kvboost_rag.cli.options import StoreChoice
-from kvboost_rag.cli.session import ModelChoice
 from kvboost_rag.config import EncodingConfig, GenerationParams
 from kvboost_rag.models.load import load_model
 from kvboost_rag.stores import DeviceStore, DiskStore, MemoryStore, TieredStore, open_store

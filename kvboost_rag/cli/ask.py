@@ -36,7 +36,8 @@ def ask(
     """
     from kvboost_rag.adapters.reuse_settings import check_reuse
     from kvboost_rag.cli.asking import PassageSearch, messages_for
-    from kvboost_rag.cli.session import ModelChoice, open_engine
+    from kvboost_rag.cli.model_choice import ModelChoice
+    from kvboost_rag.cli.session import open_engine
     from kvboost_rag.cli.tables import reuse_table
     from kvboost_rag.config import GenerationParams
     from kvboost_rag.indexing.corpus import CorpusError

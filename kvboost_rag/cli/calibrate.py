@@ -46,7 +46,8 @@ def calibrate(
 
     Example: kvboost-rag calibrate bundled:smollm2 --budget 5
     """
-    from kvboost_rag.cli.session import ModelChoice, load
+    from kvboost_rag.cli.model_choice import ModelChoice
+    from kvboost_rag.cli.session import load
     from kvboost_rag.measure.calibrate import CalibrationProgress
     from kvboost_rag.measure.calibrate import calibrate as run_calibration
     from kvboost_rag.models.profile import save_profile

@@ -71,7 +71,8 @@ def demo(
     """
     from kvboost_rag.cli.asking import PassageSearch
     from kvboost_rag.cli.indexing import ChunkPlan, index_sources
-    from kvboost_rag.cli.session import ModelChoice, open_engine
+    from kvboost_rag.cli.model_choice import ModelChoice
+    from kvboost_rag.cli.session import open_engine
     from kvboost_rag.indexing.corpus import pydoc_corpus
 
     start = time.perf_counter()

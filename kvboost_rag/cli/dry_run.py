@@ -11,8 +11,8 @@ from kvboost_rag.cli.console import console
 from kvboost_rag.cli.indexing import ChunkPlan, empty_sources, gone_of, split_sources
 
 if TYPE_CHECKING:
+    from kvboost_rag.cli.model_choice import ModelChoice
     from kvboost_rag.cli.options import StoreChoice
-    from kvboost_rag.cli.session import ModelChoice
     from kvboost_rag.indexing.corpus import Corpus
     from kvboost_rag.prompt.tokens import PromptTokens
     from kvboost_rag.stores import DiskStore

@@ -16,8 +16,8 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.cli.console import console, progress_bar
+from kvboost_rag.cli.model_choice import ModelChoice
 from kvboost_rag.cli.options import StoreChoice
-from kvboost_rag.cli.session import ModelChoice
 
 if TYPE_CHECKING:
     from kvboost_rag.config import EncodingConfig

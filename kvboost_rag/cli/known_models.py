@@ -6,10 +6,8 @@ import json
 import logging
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvboost_rag.cli.session import ModelChoice
+from kvboost_rag.cli.model_choice import ModelChoice
 
 logger = logging.getLogger(__name__)
 

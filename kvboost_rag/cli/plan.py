@@ -71,7 +71,8 @@ def plan(
 
     Example: kvboost-rag plan docs --chunk-tokens 256
     """
-    from kvboost_rag.cli.session import ModelChoice, load
+    from kvboost_rag.cli.model_choice import ModelChoice
+    from kvboost_rag.cli.session import load
     from kvboost_rag.config import EncodingConfig
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.indexing.corpus import CorpusError

@@ -23,7 +23,8 @@ def probe(
 
     Example: kvboost-rag probe Qwen/Qwen2.5-0.5B-Instruct
     """
-    from kvboost_rag.cli.session import ModelChoice, load
+    from kvboost_rag.cli.model_choice import ModelChoice
+    from kvboost_rag.cli.session import load
     from kvboost_rag.forward.probe import probe as run_probe
 
     report = run_probe(load(ModelChoice(model, dtype, device)).model)

@@ -37,7 +37,8 @@ def rewarm(
 
     Example: kvboost-rag rewarm --dry-run
     """
-    from kvboost_rag.cli.session import ModelChoice, open_engine
+    from kvboost_rag.cli.model_choice import ModelChoice
+    from kvboost_rag.cli.session import open_engine
     from kvboost_rag.config import EncodingConfig
     from kvboost_rag.indexing.corpus import CorpusError
     from kvboost_rag.indexing.neighbours import NeighbourRules

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.cli.console import bytes_text, console, progress_bar, seconds_text, styled
+from kvboost_rag.cli.known_models import remember_fingerprint
+from kvboost_rag.cli.model_choice import ModelChoice
 from kvboost_rag.cli.options import StoreChoice
 
 if TYPE_CHECKING:
@@ -16,23 +16,6 @@ if TYPE_CHECKING:
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.models.load import LoadedModel, LoadProgress
     from kvboost_rag.observe.metrics import Metrics
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """What the options say about the model."""
-
-    name: str
-    dtype: str | None = None
-    device: str | None = None
-
-    def resolved_device(self) -> str:
-        return self.device or _device()
-
-    def resolved_dtype(self) -> str | None:
-        """None: the checkpoint's own."""
-        bundled = self.name.startswith("bundled:")
-        return self.dtype or (fast_dtype(self.resolved_device()) if bundled else None)
 
 
 def load(choice: ModelChoice) -> LoadedModel:
@@ -72,7 +55,6 @@ def open_engine(
     Args:
         metrics: what the engine reports to, where somebody else serves it.
     """
-    from kvboost_rag.cli.known_models import remember_fingerprint
     from kvboost_rag.config import ReuseConfig
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.stores import open_store
@@ -119,22 +101,3 @@ def _metrics_server(port: int | None) -> Iterator[None]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def fast_dtype(device: str) -> str:
-    """Half precision where the hardware computes in it, else float32. The same on each run: stored KV depends on it."""
-    import torch
-
-    if device.startswith("cuda"):
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return "float32"
-    return "bfloat16" if "bf16" in flags else "float32"
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,8 +13,8 @@ from kvboost_rag.cli.console import bytes_text, console, seconds_text
 
 if TYPE_CHECKING:
     from kvboost_rag.cli.indexing import ChunkPlan, IndexReport
+    from kvboost_rag.cli.model_choice import ModelChoice
     from kvboost_rag.cli.options import StoreChoice
-    from kvboost_rag.cli.session import ModelChoice
     from kvboost_rag.config import EncodingConfig
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.indexing.corpus import Corpus
@@ -58,7 +58,7 @@ def warm(
     """
     from kvboost_rag.cli.dry_run import dry_run as preview
     from kvboost_rag.cli.indexing import ChunkPlan
-    from kvboost_rag.cli.session import ModelChoice
+    from kvboost_rag.cli.model_choice import ModelChoice
     from kvboost_rag.cli.watch import FolderWatch
     from kvboost_rag.config import EncodingConfig
     from kvboost_rag.indexing.chunking import FixedChunker

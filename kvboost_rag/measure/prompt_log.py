@@ -269,7 +269,7 @@ def advise(profile: TraceProfile, recompute_ratio: float = 0.05) -> Advice:
                 "chunk_tokens": _chunk_tokens(profile.piece_tokens),
                 "recompute_ratio": recompute_ratio,
                 "neighbours": 4,
-                "near_duplicates": profile.share("near") >= 0.02,
+                "donors": profile.share("near") >= 0.02,
             },
         )
     if profile.share("exact") >= 0.10:

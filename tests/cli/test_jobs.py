@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvboost_rag.cli.jobs import JobError, JobState, _Job, _Worker, encode_in_processes, worker_specs
+from kvboost_rag.cli.model_choice import ModelChoice
 from kvboost_rag.cli.options import StoreChoice
-from kvboost_rag.cli.session import ModelChoice
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.engine import KVBoost
 from kvboost_rag.models.load import load_model

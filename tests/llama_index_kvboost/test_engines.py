@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 from llama_index.llms.kvboost import KVBoostLLM, KVWarm
-from llama_index_kvboost.helpers import TEXTS, build_index
+from llama_index_kvboost.helpers import TEXTS, MakeLLM, build_index
 
+from kvboost_rag import KVBoost
 from kvboost_rag.datamodels import HitKind, SegmentKind
+from kvboost_rag.models.load import load_model
 
 QUESTION = "Which store holds 37 entries?"
 MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate"]
@@ -225,3 +228,39 @@ def test_rewritten_documents_are_prefilled_and_said_once(llm: KVBoostLLM, caplog
             assert str(query_engine(index, llm, response_mode="simple_summarize").query(QUESTION))
     assert [r.levelname for r in caplog.records if "said once" in r.message] == ["WARNING"]
     assert llm.engine.stats().fallbacks == {}
+
+
+def test_a_long_chat_with_a_memory_buffer_never_overflows(tool_llm_small: KVBoostLLM) -> None:
+    """Turns of some ten tokens, until the memory has long begun to drop the oldest."""
+    from llama_index.core.chat_engine import SimpleChatEngine
+    from llama_index.core.memory import ChatMemoryBuffer
+
+    llm = tool_llm_small
+    memory = ChatMemoryBuffer.from_defaults(llm=llm, tokenizer_fn=llm.tokenize)
+    chat = SimpleChatEngine.from_defaults(llm=llm, memory=memory)
+    assert llm.metadata.context_window < llm.engine.context_tokens
+    for number in range(60):
+        chat.chat(f"Message number {number} of a chat that is a little longer than others.")
+    assert len(memory.get()) < len(memory.get_all())
+
+
+def test_arguments_are_taken_in_the_places_of_hugging_face_llm() -> None:
+    llm = KVBoostLLM(512, 9, "Q: {query_str}", "bundled:smollm2", "bundled:smollm2")
+    assert (llm.context_window, llm.max_new_tokens, llm.model_name) == (512, 9, "bundled:smollm2")
+    assert llm.query_wrapper_prompt.get_template() == "Q: {query_str}"
+    with pytest.raises(TypeError, match="max_new_tokens twice"):
+        KVBoostLLM(512, 9, max_new_tokens=3, model_name="bundled:smollm2")
+    with pytest.raises(TypeError, match="at most 20 positional"):
+        KVBoostLLM(*range(21))
+
+
+@pytest.fixture
+def tool_llm_small(tiny_loaded: Any, make_llm: MakeLLM) -> Iterator[KVBoostLLM]:
+    """A model whose template writes as much as the real ones do."""
+    tokenizer = copy.deepcopy(tiny_loaded.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with KVBoost(load_model(tiny_loaded.model, tokenizer=tokenizer)) as engine:
+        yield make_llm(engine=engine, max_new_tokens=8)

@@ -173,3 +173,29 @@ def test_other_templates_have_tools_in_words(make_llm: MakeLLM) -> None:
     says = speak(llm, CALL)
     assert llm.predict_and_call([ADD], "2 + 3?").response == "5"
     assert '"name": "add"' in says.prompts[0]
+
+
+class Pair(BaseModel):
+    """Two numbers."""
+
+    a: int
+    b: int
+
+
+async def test_structured_answers_stream_to_the_whole_object(tool_llm: KVBoostLLM) -> None:
+    call = CALL.replace('"add"', '"Pair"')
+    speak(tool_llm, *[call] * 4)
+    prompt = PromptTemplate("Give me two numbers.")
+    assert list(tool_llm.stream_structured_predict(Pair, prompt))[-1] == Pair(a=2, b=3)
+    streamed = await tool_llm.astream_structured_predict(Pair, prompt)
+    assert [item async for item in streamed][-1] == Pair(a=2, b=3)
+    structured = tool_llm.as_structured_llm(Pair)
+    assert list(structured.stream_chat(USER))[-1].raw == Pair(a=2, b=3)
+    assert [item async for item in await structured.astream_chat(USER)][-1].raw == Pair(a=2, b=3)
+
+
+async def test_the_first_call_alone_is_kept_in_both_places(tool_llm: KVBoostLLM) -> None:
+    speak(tool_llm, CALL + CALL)
+    message = tool_llm.chat_with_tools([ADD], "Add 2 and 3.").message
+    assert len([b for b in message.blocks if isinstance(b, ToolCallBlock)]) == 1
+    assert [c["function"]["name"] for c in message.additional_kwargs["tool_calls"]] == ["add"]

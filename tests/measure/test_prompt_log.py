@@ -158,7 +158,6 @@ def test_advised_settings_are_accepted():
 
     settings = dict(advise(trace(0, 80, 10, 10)).settings)
     assert settings.pop("chunk_tokens") in CHUNK_TOKENS
-    assert settings.pop("near_duplicates") is True
     settings.pop("neighbours")
     ReuseConfig(**settings)
 

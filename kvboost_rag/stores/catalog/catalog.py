@@ -16,7 +16,7 @@ from kvboost_rag.stores.catalog.contexts import without
 from kvboost_rag.stores.catalog.database import Database
 from kvboost_rag.stores.catalog.erasures import Erasures
 from kvboost_rag.stores.catalog.schema import SCHEMA, SCHEMA_VERSION
-from kvboost_rag.stores.catalog.sources import Sources
+from kvboost_rag.stores.catalog.sources import Sources, note_change
 
 if TYPE_CHECKING:
     from kvboost_rag.stores.catalog.chunk_arrays import ChunkArrays
@@ -223,6 +223,7 @@ class Catalog:
             for record in known.values():
                 rows.set_context(db, without(record, gone), self._secret, True)
             for namespace, source_id in sources:
+                note_change(db)
                 db.execute("DELETE FROM sources WHERE namespace = ? AND source_id = ?", (namespace, source_id))
             # A damaged record cannot be given another context; its chunk is registered again when it is next needed.
             unusable = [d for d in dependents if d not in known]

@@ -13,6 +13,7 @@ from typing import Any
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.kv.keys import content_hash, hash_fields, token_bytes
 from kvboost_rag.stores.catalog.database import Database
+from kvboost_rag.stores.catalog.sources import note_change
 
 
 def is_live(db: sqlite3.Connection, chunk: str) -> bool:
@@ -107,6 +108,7 @@ def remove(db: sqlite3.Connection, chunks: Iterable[str]) -> None:
 def remove_namespace(db: sqlite3.Connection, namespace: str) -> list[str]:
     """Take all of a namespace out; returns its chunks. No other namespace's chunk can name them."""
     chunks = [r[0] for r in db.execute("SELECT content_hash FROM chunks WHERE namespace = ?", (namespace,))]
+    note_change(db)
     db.execute("DELETE FROM sources WHERE namespace = ?", (namespace,))
     remove(db, chunks)
     db.execute("DELETE FROM arrays WHERE namespace = ?", (namespace,))

@@ -85,5 +85,9 @@ CREATE TABLE IF NOT EXISTS tombstones (digest TEXT PRIMARY KEY, erased REAL NOT 
 
 CREATE TABLE IF NOT EXISTS catalog_state (id INTEGER PRIMARY KEY CHECK (id = 1), removals INTEGER NOT NULL);
 
-INSERT OR IGNORE INTO catalog_state VALUES (1, 0)
+INSERT OR IGNORE INTO catalog_state VALUES (1, 0);
+
+CREATE TABLE IF NOT EXISTS source_changes (id INTEGER PRIMARY KEY CHECK (id = 1), num_changes INTEGER NOT NULL);
+
+INSERT OR IGNORE INTO source_changes VALUES (1, 0)
 """

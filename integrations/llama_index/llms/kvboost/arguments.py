@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, field_validator
@@ -19,6 +20,30 @@ from kvboost_rag.adapters.registry import EngineSpec
 from kvboost_rag.adapters.reuse_settings import check_reuse
 
 logger = logging.getLogger(__name__)
+
+_POSITIONS = (
+    "context_window",
+    "max_new_tokens",
+    "query_wrapper_prompt",
+    "tokenizer_name",
+    "model_name",
+    "model",
+    "tokenizer",
+    "device_map",
+    "stopping_ids",
+    "tokenizer_kwargs",
+    "tokenizer_outputs_to_remove",
+    "model_kwargs",
+    "generate_kwargs",
+    "is_chat_model",
+    "callback_manager",
+    "system_prompt",
+    "messages_to_prompt",
+    "completion_to_prompt",
+    "pydantic_program_mode",
+    "output_parser",
+)
+"""The order of `HuggingFaceLLM`'s arguments."""
 
 
 class KVBoostArguments(ToolCalling, CustomLLM):
@@ -61,13 +86,16 @@ class KVBoostArguments(ToolCalling, CustomLLM):
 
     _spec: EngineSpec = PrivateAttr()
 
-    def __init__(self, *, model: Any = None, tokenizer: Any = None, engine: Any = None, **fields: Any) -> None:
+    def __init__(self, *args: Any, model: Any = None, tokenizer: Any = None, engine: Any = None, **fields: Any) -> None:
+        placed = _by_position(args, fields.keys() | {k for k, v in (("model", model), ("tokenizer", tokenizer)) if v})
+        model, tokenizer = placed.pop("model", model), placed.pop("tokenizer", tokenizer)
+        fields |= placed
         if unknown := sorted(fields.keys() - type(self).model_fields.keys()):
             raise TypeError(f"KVBoostLLM has no argument {', '.join(unknown)}")
         super().__init__(**{name: value for name, value in fields.items() if value is not None})
         check_reuse(self._reuse_settings())
         check_params(self.generate_kwargs)
-        self._spec = engine_spec(self, model, tokenizer, engine)
+        self._spec = engine_spec(dict(self), model, tokenizer, engine)
         self.model_name = self.model_name or getattr(engine, "name", None) or self._spec.name
         if fields.get("messages_to_prompt") is None:
             self.messages_to_prompt = ChatTemplate(self._spec)
@@ -111,3 +139,17 @@ class KVBoostArguments(ToolCalling, CustomLLM):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state["fields"], engine=state["spec"])  # type: ignore[misc]
+
+
+def _by_position(args: Sequence[Any], named: Collection[str]) -> dict[str, Any]:
+    """Arguments given without names, under the names that `HuggingFaceLLM` gives their places.
+
+    Raises:
+        TypeError: too many, or one that was given by name too.
+    """
+    if len(args) > len(_POSITIONS):
+        raise TypeError(f"KVBoostLLM takes at most {len(_POSITIONS)} positional arguments, got {len(args)}")
+    placed = dict(zip(_POSITIONS, args, strict=False))
+    if twice := [name for name in placed if name in named]:
+        raise TypeError(f"KVBoostLLM got {', '.join(twice)} twice, by position and by name")
+    return placed

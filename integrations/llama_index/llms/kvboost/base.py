@@ -21,6 +21,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.llms.kvboost.arguments import KVBoostArguments
 from llama_index.llms.kvboost.calls import Call, CallDefaults, ChatTemplate
+from llama_index.llms.kvboost.chat_room import memory_window
 from llama_index.llms.kvboost.responses import chat_response, completion
 
 from kvboost_rag.adapters.generation_kwargs import merge_params
@@ -69,7 +70,12 @@ class KVBoostLLM(KVBoostArguments):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex plans with. Loads the model."""
+        """What LlamaIndex plans with. Loads the model.
+
+        Unless `context_window` was given, the window of a chat model is the model's without room for an answer and for
+        what the template writes around each message: a `ChatMemoryBuffer` fills three quarters of it, and counts texts
+        alone.
+        """
         engine, wanted = self.engine, self.context_window
         limit = engine.context_tokens
         if wanted is not None and limit is not None and wanted > limit:
@@ -80,6 +86,8 @@ class KVBoostLLM(KVBoostArguments):
         calls_functions = self.is_function_calling_model
         if calls_functions is None:
             calls_functions = is_chat_model and supports_tools(engine.tokenizer)
+        if wanted is None and limit is not None and is_chat_model:
+            limit = memory_window(engine.tokens, limit, self.max_new_tokens)
         return LLMMetadata(
             context_window=wanted or limit or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_new_tokens,

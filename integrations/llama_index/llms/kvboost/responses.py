@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
@@ -75,7 +76,7 @@ def completion(text: str, delta: str | None, parsed: ParsedAnswer, raw: dict[str
 
 
 def chat_response(text: str, delta: str | None, parsed: ParsedAnswer, raw: dict[str, Any] | None) -> ChatResponse:
-    """A `ChatResponse` by the assistant; tool calls are blocks of the message."""
+    """A `ChatResponse` by the assistant; tool calls are blocks of the message, and in its `additional_kwargs`."""
     blocks: list[ContentBlock] = [TextBlock(text=text)]
     for call in parsed.calls:
         # Some templates insist on ids of nine letters and digits.
@@ -84,5 +85,12 @@ def chat_response(text: str, delta: str | None, parsed: ParsedAnswer, raw: dict[
     extra: dict[str, Any] = {}
     if parsed.invalid:
         extra["invalid_tool_calls"] = [{"text": i.text, "error": i.error} for i in parsed.invalid]
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)
+    # Core's streaming structured programs look for calls here before they ask for the blocks.
+    also = {"tool_calls": [_openai_call(b) for b in blocks if isinstance(b, ToolCallBlock)]} if parsed.calls else {}
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=also)
     return ChatResponse(message=message, delta=delta, raw=raw, additional_kwargs=extra)
+
+
+def _openai_call(block: ToolCallBlock) -> dict[str, Any]:
+    function = {"name": block.tool_name, "arguments": json.dumps(block.tool_kwargs)}
+    return {"id": block.tool_call_id, "type": "function", "function": function}

@@ -48,6 +48,8 @@ class ToolCalling(FunctionCallingLLM):
             calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
             dropped = {id(block) for block in calls[1:]}
             response.message.blocks = [block for block in response.message.blocks if id(block) not in dropped]
+            if "tool_calls" in response.message.additional_kwargs:
+                del response.message.additional_kwargs["tool_calls"][1:]
         return response
 
     def get_tool_calls_from_response(

@@ -8,13 +8,14 @@ import multiprocessing
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, field_validator
-from llama_index.core.schema import BaseNode, TransformComponent
+from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.llms.kvboost.base import KVBoostLLM
+from llama_index.llms.kvboost.collection import collection_of, former, held_ids, ref_doc_id_of, source_name
 from llama_index.llms.kvboost.generation import generation, store_identity
 from llama_index.llms.kvboost.nodes import PROMPT_MODES, node_text, node_texts
 
@@ -34,15 +35,19 @@ class KVWarm(TransformComponent):
     Warmed is what synthesizers write into prompts, `node.get_content(MetadataMode.LLM)`; the bare text, which the
     citation engine writes, is made known and computed when it first stands in a prompt.
 
-    A call replaces what its source documents (`ref_doc_id`) had before: chunks that no document has any more are
-    forgotten, so the nodes of a document belong into one call. The pipeline's cache skips nodes as long as nothing was
-    warmed or deleted since they were seen; going through nodes that are warm takes little time.
+    A call replaces what its source documents had before: chunks that no document has any more are forgotten, so the
+    nodes of a document belong into one call. Documents are told apart by `ref_doc_id`; those with a random id of
+    LlamaIndex' own by the file or address in their metadata, else by their text. The pipeline's cache skips nodes as
+    long as nothing was warmed or deleted since they were seen; going through nodes that are warm takes little time.
 
     Args:
         llm: the model, or a KVBoost engine's LLM settings as `to_dict` gave them.
-        docstore: the pipeline's; documents that it no longer holds are then forgotten with each run, also where
-            nothing is to be warmed (docstore strategy `upserts_and_delete`).
-        collection: keeps the documents of several docstores over one model apart.
+        docstore: the pipeline's; documents of this collection that it no longer holds are then forgotten with each
+            run, also where nothing is to be warmed (docstore strategy `upserts_and_delete`). One that holds none of
+            them (another pipeline's, or emptied) has nothing forgotten.
+        collection: whose documents these are; those of other collections are never touched. Default: the docstore's
+            own identity, kept in it and persisted with it; without a docstore, one of this object alone, so give a
+            name where a later process is to replace or delete what this one warmed.
         progress: called with a `kvboost_rag.indexing.warm.WarmProgress` after each chunk.
 
     Raises:
@@ -51,11 +56,15 @@ class KVWarm(TransformComponent):
 
     llm: KVBoostLLM
     docstore: Any = Field(default=None, exclude=True)
-    collection: str = "llama_index"
+    collection: str = ""
     progress: Callable[[Any], None] | None = Field(default=None, exclude=True)
 
     _made_in: int = PrivateAttr(default_factory=os.getpid)
     _report: WarmReport | None = PrivateAttr(default=None)
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.collection = self.collection or collection_of(self.docstore)
 
     @field_validator("llm", mode="before")
     @classmethod
@@ -79,10 +88,10 @@ class KVWarm(TransformComponent):
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Fields, and in `warmed_into` what tells cached runs apart: model, namespace, store, changes."""
         self._refuse_worker()
-        engine = self.llm.engine
-        into = [engine.registry.fingerprint, self._namespace, store_identity(engine), generation(engine)]
-        if self.docstore is not None and self._gone(self.docstore):
-            into.append(uuid.uuid4().hex)  # something is to be forgotten: this call must not be skipped
+        engine, into = self.llm.engine, [uuid.uuid4().hex]  # new each time: not to be skipped
+        with tolerated(engine, self.llm.strict):
+            if self.docstore is None or not self._gone(self.docstore):
+                into = [engine.registry.fingerprint, self._namespace, store_identity(engine), generation(engine)]
         return super().to_dict(**kwargs) | {"warmed_into": into}
 
     @classmethod
@@ -99,12 +108,14 @@ class KVWarm(TransformComponent):
             if self.docstore is not None:
                 # Pipelines delete an edited document before it comes again; chunks that it still has are to stay.
                 coming = {node.ref_doc_id for node in usable}
-                self.delete([i for i in self._gone(self.docstore) if i not in coming])
+                gone = [name for name in self._gone(self.docstore) if ref_doc_id_of(name) not in coming]
+                self._hand_on(gone, coming)
+                self._forget(gone)
             if engine.probe.reusable:
                 self._report = self._warm(usable)
             else:
                 self._report = engine.warm([node_text(node) for node in usable])  # says why it does nothing
-        generation(engine)
+            generation(engine)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -113,12 +124,34 @@ class KVWarm(TransformComponent):
 
     def delete(self, ref_doc_ids: str | Iterable[str]) -> int:
         """Forget source documents; returns how many chunks went (those of other documents stay)."""
-        ids = [ref_doc_ids] if isinstance(ref_doc_ids, str) else list(ref_doc_ids)
-        return int(self.llm.engine.index.delete_many(map(self._source_id, ids), namespace=self._namespace))
+        ids = {ref_doc_ids} if isinstance(ref_doc_ids, str) else set(ref_doc_ids)
+        return self._forget(name for name in self._known() if name in ids or ref_doc_id_of(name) in ids)
 
-    def sync(self, docstore: Any) -> int:
-        """Forget the source documents that a docstore does not hold any more; returns how many chunks went."""
-        return self.delete(self._gone(docstore))
+    def delete_ref_doc(self, index: Any, ref_doc_id: str, delete_from_docstore: bool = True, **kwargs: Any) -> int:
+        """Delete a document from an index, whatever stores it has, and forget it; returns how many chunks went."""
+        index.delete_ref_doc(ref_doc_id, delete_from_docstore=delete_from_docstore, **kwargs)
+        return self.delete(ref_doc_id)
+
+    def sync(self, holder: Any) -> int:
+        """Forget the source documents that a docstore does not hold any more; returns how many chunks went.
+
+        Args:
+            holder: a docstore; where the vector store keeps the texts itself (Chroma, Qdrant, …) and the docstore is
+                empty, all of its nodes: `warm.sync(vector_store.get_nodes())`.
+
+        Raises:
+            ValueError: it holds none of the documents that were warmed, so that all would be forgotten.
+        """
+        holder = holder if hasattr(holder, "get_all_document_hashes") else list(holder)
+        known = self._known()
+        held = held_ids(holder, map(ref_doc_id_of, known))
+        if known and not held:
+            raise ValueError(
+                f"this holds none of the {len(known)} documents that were warmed, so all of them would be forgotten. "
+                "If the vector store keeps the texts, pass its nodes: warm.sync(vector_store.get_nodes()). "
+                "To forget all, pass their ids to warm.delete"
+            )
+        return self._forget(name for name in known if ref_doc_id_of(name) not in held)
 
     @property
     def _namespace(self) -> str:
@@ -143,23 +176,54 @@ class KVWarm(TransformComponent):
         options = {"neighbours": neighbours, "namespace": self._namespace, "progress": self.progress}
         for texts in _in_order(nodes):
             engine.index.place(texts, namespace=self._namespace)
-        sources = {self._source_id(key): _chunks(group, has_embeddings) for key, group in by_source.items()}
+        named = {source_name(key, group): group for key, group in by_source.items()}
+        sources = {self._source_id(name): _chunks(group, has_embeddings) for name, group in named.items()}
         report: WarmReport = engine.index.add_many(sources, **options).warm
+        self._forget(former(self._known(), named))
         if loose:
             chunks = _chunks(loose, has_embeddings)
             engine.register(chunks.later, namespace=self._namespace)
             report = _sum(report, engine.warm(chunks.texts, embeddings=chunks.embeddings, **options))
         return report
 
-    def _gone(self, docstore: Any) -> list[str]:
-        held = set(docstore.get_all_document_hashes().values()) | set(docstore.get_all_ref_doc_info() or ())
+    def _known(self) -> list[str]:
+        """Names of the collection's documents."""
         prefix = self._source_id("")
         sources = self.llm.engine.index.sources(namespace=self._namespace)
-        known = [source_id.removeprefix(prefix) for source_id in sources if source_id.startswith(prefix)]
-        return [ref_doc_id for ref_doc_id in known if ref_doc_id not in held]
+        return [source_id.removeprefix(prefix) for source_id in sources if source_id.startswith(prefix)]
 
-    def _source_id(self, ref_doc_id: str) -> str:
-        return f"{self.collection}/{ref_doc_id}"
+    def _gone(self, docstore: Any) -> list[str]:
+        """Names of documents that a docstore has lost; none where it holds none at all."""
+        known = self._known()
+        held = held_ids(docstore, map(ref_doc_id_of, known))
+        return [name for name in known if ref_doc_id_of(name) not in held] if held else []
+
+    def _orphans(self, coming: Collection[str | None]) -> list[str]:
+        """Ids of documents that the docstore holds and that have no chunks: a pipeline's cache gives a document the
+        nodes, with the id, of an earlier one with the same text."""
+        listed = set(self.docstore.get_all_document_hashes().values()) if self.docstore is not None else set()
+        return sorted(listed - {ref_doc_id_of(name) for name in self._known()} - set(coming))
+
+    def _hand_on(self, gone: Sequence[str], coming: Collection[str | None]) -> None:
+        """Chunks of documents that go become those of documents that have the same text and no chunks."""
+        engine = self.llm.engine
+        orphans = self._orphans(coming) if gone else []
+        for ref_doc_id in orphans:
+            document = self.docstore.get_document(ref_doc_id, raise_error=False)
+            text = document.get_content(metadata_mode=MetadataMode.NONE) if document is not None else ""
+            for name in gone:
+                keys = engine.index.chunks_of(self._source_id(name), namespace=self._namespace)
+                known = engine.store.catalog.get_many(keys)
+                if keys and any(record.text in text for record in known.values()):
+                    source_id = self._source_id(ref_doc_id)
+                    engine.store.catalog.sources.link(engine.registry.fingerprint, self._namespace, source_id, keys)
+
+    def _forget(self, names: Iterable[str]) -> int:
+        sources = map(self._source_id, names)
+        return int(self.llm.engine.index.delete_many(sources, namespace=self._namespace))
+
+    def _source_id(self, name: str) -> str:
+        return f"{self.collection}/{name}"
 
     def _refuse_worker(self) -> None:
         parent = multiprocessing.parent_process()
