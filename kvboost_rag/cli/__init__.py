@@ -29,7 +29,17 @@ from kvboost_rag.cli.serve import serve
 from kvboost_rag.cli.verify import verify
 from kvboost_rag.cli.warm import warm
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+FIRST_STEPS = """kvboost-rag reuses documents' KV caches when a local language model answers questions about them.
+
+First:   kvboost-rag demo               three questions, answered by full prefill and by reuse
+Then:    kvboost-rag warm docs          compute the KV of your own files, once
+         kvboost-rag ask "A question?"  answer from them, and see what was reused
+Models:  kvboost-rag probe MODEL        can this model's KV be reused?
+All commands: kvboost-rag --help"""
+
+app = typer.Typer(
+    no_args_is_help=False, invoke_without_command=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
+)
 for command in (demo, plan, warm, rewarm, ask, serve, inspect, verify, gc, evict, probe, calibrate, profile):
     app.command()(command)
 
@@ -42,9 +52,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
 ) -> None:
     """Reuse documents' KV caches when a local language model answers questions about them."""
+    if context.invoked_subcommand is None:
+        typer.echo(FIRST_STEPS)
 
 
 def main() -> None:

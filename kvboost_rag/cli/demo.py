@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
     from kvboost_rag.cli.indexing import IndexReport
     from kvboost_rag.datamodels import GenerationResult
     from kvboost_rag.engine import KVBoost
+    from kvboost_rag.indexing.corpus import SourceText
 
 QUESTIONS = (
-    "What is the difference between a shallow copy and a deep copy?",
-    "How can I read a password without echo?",
-    "What does statistics.median do when the number of data points is even?",
+    "Who kept the lighthouse in 1890?",
+    "What is the name of the ferry to the island?",
+    "Who is the headmaster of the school?",
 )
+DOCUMENTS = Path(__file__).with_name("demo_documents.md")
+"""Short texts on an island that there is not, so that the model knows nothing of it but what they say."""
 
 
 COLUMNS = ("", "prompt", "reused", "recomp.", "prefill", "full", "reuse", "faster", "same")
@@ -64,40 +68,85 @@ def demo(
     memory_budget: options.MemoryBudget = None,
     disk_budget: options.DiskBudget = None,
     metrics_port: options.MetricsPort = None,
+    page_file: Annotated[Path, typer.Option("--page", help="Where to write the page.")] = Path("demo.html"),
 ) -> None:
-    """Index reference texts of Python's standard library and ask three questions, by full prefill and by reuse.
+    """Index twelve short texts and ask three questions, by full prefill and by reuse.
 
-    Example: kvboost-rag demo --passages 15
+    Writes a page that shows what was reused, recomputed and computed in each prompt, beside both answers.
+
+    Example: kvboost-rag demo --passages 12
     """
     from kvboost_rag.cli.asking import PassageSearch
     from kvboost_rag.cli.indexing import ChunkPlan, index_sources
     from kvboost_rag.cli.model_choice import ModelChoice
     from kvboost_rag.cli.session import open_engine
-    from kvboost_rag.indexing.corpus import pydoc_corpus
 
     start = time.perf_counter()
     kept = options.StoreChoice.of(store, memory_budget, disk_budget, "demo")
     with open_engine(ModelChoice(model, dtype, device), kept, metrics_port=metrics_port) as engine:
         if neighbours is None:
             neighbours = 2 if str(engine.model.dtype) == "torch.float32" else 4
-        report = index_sources(engine, pydoc_corpus().texts, ChunkPlan(256, neighbours))
+        report = index_sources(engine, demo_documents(), ChunkPlan(256, neighbours))
         console.print(index_line(report), highlight=False)
         comparisons = compare(engine, PassageSearch(engine), passages, max_new_tokens)
+        written = write_page(page_file, engine, comparisons)
     console.print()
     console.print(comparison_table(comparisons))
     console.print(
         "full, reuse: time from the call with the prompt text to the first token (TTFT); lookup, loading "
         "from disk, realigning, repair and prefill of the question included. One measurement each, on this "
         "machine. same: whether both answers have the same tokens, or how many at the start do. "
-        f"The demo took {seconds_text(time.perf_counter() - start)}.",
+        f"{written} The demo took {seconds_text(time.perf_counter() - start)}.",
         highlight=False,
     )
+
+
+def demo_documents() -> list[SourceText]:
+    """The texts, each a source of its own."""
+    from kvboost_rag.indexing.corpus import SourceText
+
+    sections = DOCUMENTS.read_text("utf-8").removeprefix("# ").split("\n# ")
+    parts = (section.partition("\n") for section in sections)
+    return [SourceText(f"demo:{title}", text.strip()) for title, _, text in parts]
+
+
+def write_page(file: Path, engine: KVBoost, comparisons: Sequence[Comparison]) -> str:
+    """Write the page; returns a sentence that says where it is, or why there is none."""
+    from kvboost_rag.cli.asking import messages_for
+    from kvboost_rag.cli.demo_page import Answered, page, token_kinds
+
+    answers = []
+    for one in comparisons:
+        ids = engine.tokens.ids(engine.tokens.render(messages_for(one.question, one.passages)))
+        pieces = [engine.tokens.decode([token]) for token in ids]
+        answers.append(Answered(one.question, pieces, token_kinds(one.reuse), one.full, one.reuse))
+    precision = str(engine.model.dtype).removeprefix("torch.")
+    setting = f"{engine.name}, {precision}, {machine()}"
+    try:
+        file.write_text(page(answers, setting), "utf-8")
+    except OSError as error:
+        return f"The page could not be written: {error}."
+    return f"What was reused in each prompt: {file.absolute()}."
+
+
+def machine() -> str:
+    """Processor and threads, in words."""
+    import platform
+
+    import torch
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.processor() or platform.machine())} ({torch.get_num_threads()} threads)"
 
 
 def index_line(report: IndexReport) -> str:
     """What indexing did, or that there was nothing to do."""
     done = report.warm
-    size = f"{done.num_chunks} chunks, {done.chunk_tokens:,} tokens of {report.num_sources} reference texts"
+    size = f"{done.num_chunks} chunks, {done.chunk_tokens:,} tokens of {report.num_sources} texts"
     if done.num_already_stored == done.num_chunks:
         return f"corpus     {size}: all on disk from an earlier run, nothing to encode"
     rate = done.encoded_tokens / done.seconds if done.seconds else 0

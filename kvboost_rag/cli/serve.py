@@ -63,7 +63,8 @@ def serve(
 def _run(settings: object, model: str, dtype: str | None, device: str | None, kept: options.StoreChoice) -> None:
     from prometheus_client import CollectorRegistry
 
-    from kvboost_rag.cli.session import ModelChoice, open_engine
+    from kvboost_rag.cli.model_choice import ModelChoice
+    from kvboost_rag.cli.session import open_engine
     from kvboost_rag.observe.metrics import Metrics
     from kvboost_rag.server.app import create_app
     from kvboost_rag.server.run import serve as run_server

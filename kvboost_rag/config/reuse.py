@@ -121,7 +121,10 @@ class ReuseConfig:
         """
         known = {f.name for f in fields(self)}
         if unknown := sorted(set(changes) - known):
-            raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}. "
+                "Further settings of decoding belong into params=GenerationParams(…)"
+            )
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
 
     @property

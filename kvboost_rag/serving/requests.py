@@ -14,6 +14,9 @@ from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.observe.shadow import Shadow
 from kvboost_rag.repair import RepairStrategy, strategy_named
 
+_DECODING = ("max_new_tokens", "do_sample", "temperature", "top_p", "repetition_penalty", "seed", "stop")
+"""Fields of `GenerationParams` that a call may name itself; its `top_k` is a setting of reuse."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -75,9 +78,10 @@ class RequestMaker:
             TypeError, ValueError: documents that are no texts, or a setting that cannot be used.
         """
         started = time.perf_counter()
+        decoding = {name: config.pop(name) for name in _DECODING if name in config}
+        params = replace(params or GenerationParams(), **{k: v for k, v in decoding.items() if v is not None})
         resolved, strategy = self._resolve(repair, config)
-        texts = document_texts(documents)
-        return Request(prompt, texts, params or GenerationParams(), resolved, strategy, template or {}, started)
+        return Request(prompt, document_texts(documents), params, resolved, strategy, template or {}, started)
 
     def _resolve(
         self, repair: str | RepairStrategy | None, config: dict[str, Any]

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from kvboost_rag.indexing.corpus import pydoc_corpus
+from kvboost_rag.cli.demo import demo_documents
 
 COMMANDS = ("demo", "warm", "ask", "inspect", "probe")
 
@@ -56,6 +56,13 @@ def test_help_and_version(run):
     assert run("--version")[1].startswith("kvboost-rag 0.")
 
 
+def test_without_arguments_it_says_what_to_do_first(run):
+    code, out, _ = run()
+    assert code == 0
+    assert re.search(r"First: +kvboost-rag demo", out)
+    assert len(out.splitlines()) < 12
+
+
 def test_warm_twice_ask_and_inspect(run, documents, model_folder):
     code, out, err = run(*warm_arguments(documents, model_folder))
     assert code == 0, err
@@ -101,10 +108,12 @@ def test_namespaces_see_their_own_chunks_only(run, documents, model_folder):
     assert run("ask", "store?", "--model", model_folder, "--namespace", "a", "--max-new-tokens", 2)[0] == 0
 
 
-def test_demo_starts_from_disk_the_second_time(run, model_folder, monkeypatch):
-    small = pydoc_corpus(("bisect", "linecache"))
-    monkeypatch.setattr("kvboost_rag.indexing.corpus.pydoc_corpus", lambda: small)
-    arguments = ("demo", "--model", model_folder, "--neighbours", 1, "--passages", 2, "--max-new-tokens", 3)
+def test_demo_starts_from_disk_the_second_time(run, model_folder, monkeypatch, tmp_path):
+    few = demo_documents()[:4]
+    monkeypatch.setattr("kvboost_rag.cli.demo.demo_documents", lambda: few)
+    shown = tmp_path / "shown.html"
+    arguments = ("demo", "--model", model_folder, "--neighbours", 1, "--passages", 3, "--max-new-tokens", 3)
+    arguments += ("--page", shown)
     code, out, err = run(*arguments)
     assert code == 0, err
     assert re.search(r"[1-9]\d* encoded \(0 on disk already\)", out)
@@ -114,6 +123,13 @@ def test_demo_starts_from_disk_the_second_time(run, model_folder, monkeypatch):
         prompt, reused, recomputed, prefilled = (int(cell.replace(",", "")) for cell in row[1:])
         assert prompt == reused + recomputed + prefilled
         assert reused > prompt // 2
+    written = shown.read_text("utf-8")
+    assert str(shown) in out.replace("\n", "")
+    for row in rows:  # what the page colours is what the table counts
+        assert f"{row[2]} reused" in written
+    assert written.count("<svg") == 1
+    assert not re.search(r"(src|href)=|url\(|@import", written)  # nothing is fetched to look at it
+    assert few[0].text.split()[0] in re.sub("<[^>]*>", "", written)
     code, out, _ = run(*arguments)
     assert code == 0
     assert "all on disk from an earlier run" in out
