@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvboost_rag.indexing.corpus import SourceText
 
 QUESTIONS = (
-    "Who kept the lighthouse in 1890?",
+    "In which months does the harbour freeze?",
     "What is the name of the ferry to the island?",
     "Who is the headmaster of the school?",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def test_namespaces_see_their_own_chunks_only(run, documents, model_folder):
 
 def test_demo_starts_from_disk_the_second_time(run, model_folder, monkeypatch, tmp_path):
     few = demo_documents()[:4]
-    monkeypatch.setattr("kvboost_rag.cli.demo.demo_documents", lambda: few)
+    monkeypatch.setattr(import_module("kvboost_rag.cli.demo"), "demo_documents", lambda: few)
     shown = tmp_path / "shown.html"
     arguments = ("demo", "--model", model_folder, "--neighbours", 1, "--passages", 3, "--max-new-tokens", 3)
     arguments += ("--page", shown)
