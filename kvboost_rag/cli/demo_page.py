@@ -44,6 +44,7 @@ def token_kinds(result: GenerationResult) -> list[str]:
     for segment in result.segments:
         if segment.kind is SegmentKind.DOCUMENT and segment.hit is not HitKind.PREFILLED:
             kinds[segment.start : segment.start + segment.num_tokens] = ["reused"] * segment.num_tokens
+    kinds[: result.usage.exact_tokens] = ["reused"] * result.usage.exact_tokens  # a prefix that was there before
     for row in result.repair.rows:
         kinds[row] = "recomputed"
     return kinds
