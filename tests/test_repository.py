@@ -234,4 +234,6 @@ def test_readme_code_runs(capsys):
     text = (ROOT / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     exec(code.group(1), {})
-    assert re.search(r"cached_tokens=[1-9]", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "Marta Lind" in printed.splitlines()[0]
+    assert re.search(r"cached_tokens=[1-9]", printed)

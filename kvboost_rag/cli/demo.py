@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvboost_rag.datamodels import GenerationResult
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.indexing.corpus import SourceText
+    from kvboost_rag.prompt.tokens import PromptTokens
 
 QUESTIONS = (
     "In which months does the harbour freeze?",
@@ -117,8 +118,8 @@ def write_page(file: Path, engine: KVBoost, comparisons: Sequence[Comparison]) -
 
     answers = []
     for one in comparisons:
-        ids = engine.tokens.ids(engine.tokens.render(messages_for(one.question, one.passages)))
-        pieces = [engine.tokens.decode([token]) for token in ids]
+        text = engine.tokens.render(messages_for(one.question, one.passages))
+        pieces = prompt_pieces(engine.tokens, text, one.passages, one.reuse.usage.input_tokens)
         answers.append(Answered(one.question, pieces, token_kinds(one.reuse), one.full, one.reuse))
     precision = str(engine.model.dtype).removeprefix("torch.")
     setting = f"{engine.name}, {precision}, {machine()}"
@@ -127,6 +128,18 @@ def write_page(file: Path, engine: KVBoost, comparisons: Sequence[Comparison]) -
     except OSError as error:
         return f"The page could not be written: {error}."
     return f"What was reused in each prompt: {file.absolute()}."
+
+
+def prompt_pieces(tokens: PromptTokens, text: str, passages: Sequence[Passage], count: int) -> list[str]:
+    """The prompt cut at its tokens: those of the whole text, or where they are not `count`, of its spans one by one."""
+    whole = tokens.ids(text)
+    if len(whole) != count:
+        spans, rest = [], text
+        for passage in passages:
+            before, _, rest = rest.partition(passage.text)
+            spans += [before, passage.text]
+        whole = tuple(token for span in (*spans, rest) for token in tokens.ids(span))
+    return [tokens.decode([token]) for token in whole]
 
 
 def machine() -> str:

@@ -143,11 +143,13 @@ def save_profile(profile: ModelProfile, folder: Path | None = None) -> Path:
 
 
 def load_profile(fingerprint: str, folder: Path | None = None) -> ModelProfile | None:
-    """The model's profile for the installed version of transformers, or None.
+    """The model's profile for the installed version of transformers, or None: the user's own, else one that is shipped.
 
     A file that cannot be used is logged and counts as none: a model must start without it.
     """
     path = profile_path(fingerprint, None, folder)
+    if not path.is_file() and (shipped := profile_path(fingerprint, None, SHIPPED)).is_file():
+        path = shipped
     try:
         raw = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -174,6 +176,9 @@ def _from_json(raw: Any) -> ModelProfile:
     fields["measured"] = tuple(Measured(**(m | {"setting": Setting(**m["setting"])})) for m in fields["measured"])
     return ModelProfile(**fields)
 
+
+SHIPPED = Path(__file__).with_name("profiles")
+"""Profiles of the bundled models, as `save_profile(profile, SHIPPED)` writes them; part of the package."""
 
 _said: set[str] = set()
 
