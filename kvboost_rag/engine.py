@@ -144,8 +144,7 @@ class KVBoost(ModelParts):
             template: arguments for the chat template (`tools`, …).
             cancelled: an event that stops the generation when it is set, from whatever thread; a request that is still
                 queued then is never served.
-            config: fields of `ReuseConfig` for this call (`reuse`, `recompute_ratio`, `namespace`, `adapter`, …), and
-                the common ones of `params` (`max_new_tokens`, `do_sample`, `temperature`, `top_p`, `seed`, `stop`, …).
+            config: fields of `ReuseConfig` (`reuse`, `namespace`, …); of `params` `max_new_tokens`, `seed`, `stop`, ….
 
         Yields:
             Text deltas; the last event carries the result.
