@@ -69,8 +69,8 @@ def timed(chain: Runnable[str, str], question: str, **config: Any) -> tuple[floa
 
 
 def main() -> None:
-    plain = ChatKVBoost(model="bundled:smollm2", reuse="off", max_tokens=40)
-    boosted = ChatKVBoost(model="bundled:smollm2", max_tokens=40)  # the same weights, loaded once
+    plain = ChatKVBoost(model="bundled:smollm2", reuse="off", max_new_tokens=40)
+    boosted = ChatKVBoost(model="bundled:smollm2", max_new_tokens=40)  # the same weights, loaded once
     documents = reference_documents(boosted)
     print(f"warming {len(documents)} documents …")
     store = KVBoostVectorStore(InMemoryVectorStore(BundledEmbeddings()), boosted, neighbours=2)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from llama_index.core import Document, Settings, VectorStoreIndex
+from llama_index.core import Document, Settings, VectorStoreIndex, instrumentation
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.embeddings import BaseEmbedding
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.node_parser import SentenceSplitter
@@ -35,7 +34,7 @@ class LocalEmbedding(BaseEmbedding):
     _model: MiniLM = PrivateAttr(default_factory=MiniLM)
 
     def _get_text_embedding(self, text: str) -> list[float]:
-        return self._model.embed([text])[0].tolist()
+        return [float(value) for value in self._model.embed([text])[0]]
 
     def _get_query_embedding(self, query: str) -> list[float]:
         return self._get_text_embedding(query)
@@ -51,7 +50,7 @@ class LastCall(BaseEventHandler):
 
     def handle(self, event: Any, **kwargs: Any) -> None:
         if isinstance(event, LLMChatEndEvent):
-            self.raw = event.response.raw
+            self.raw = (event.response.raw if event.response else None) or {}
 
 
 def build_index(llm: KVBoostLLM, modules: tuple[str, ...]) -> VectorStoreIndex:
@@ -82,7 +81,7 @@ def main() -> None:
     llm = KVBoostLLM(model_name=args.model, store=args.store, neighbours=args.neighbours, max_new_tokens=32)
     Settings.llm, Settings.tokenizer, Settings.embed_model = llm, llm.tokenize, LocalEmbedding()
     last = LastCall()
-    get_dispatcher().add_event_handler(last)
+    instrumentation.get_dispatcher().add_event_handler(last)
     index = build_index(llm, tuple(args.modules))
     llm.complete("Warm up.", max_new_tokens=2)
 
