@@ -121,6 +121,16 @@ def test_an_unknown_option_lists_the_known_ones(engine: KVBoost) -> None:
         engine.generate("A question?", params=FOUR, recompute_ratoi=0.1)
 
 
+def test_common_decoding_settings_may_be_named_in_a_call(engine: KVBoost) -> None:
+    asked = prompt(DOCUMENTS)
+    named = engine.generate(asked, max_new_tokens=2, params=GenerationParams(max_new_tokens=9))
+    assert named.token_ids == engine.generate(asked, params=GenerationParams(max_new_tokens=2)).token_ids
+    with pytest.raises(ConfigError, match="max_new_tokens=0"):
+        engine.generate(asked, max_new_tokens=0)
+    with pytest.raises(ConfigError, match=r"no_repeat_ngram_size.*params=GenerationParams"):
+        engine.generate(asked, no_repeat_ngram_size=3)
+
+
 def test_beam_search_is_refused(engine: KVBoost) -> None:
     with pytest.raises(ConfigError, match="num_beams"):
         engine.generate(prompt(DOCUMENTS), params=GenerationParams(extra={"num_beams": 4}))

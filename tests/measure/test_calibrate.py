@@ -261,6 +261,15 @@ def test_profile_survives_the_file(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == [profile_path(written.fingerprint, folder=tmp_path).name]
 
 
+def test_a_shipped_profile_counts_where_the_user_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shipped, own = profile(Setting("query", 0.1)), profile(Setting("none", 0.0))
+    monkeypatch.setattr("kvboost_rag.models.profile.SHIPPED", tmp_path / "shipped")
+    save_profile(shipped, tmp_path / "shipped")
+    assert load_profile(shipped.fingerprint, tmp_path / "own") == shipped
+    save_profile(own, tmp_path / "own")
+    assert load_profile(shipped.fingerprint, tmp_path / "own") == own
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"format": 1}', '{"format": 99}', "null"])
 def test_damaged_profiles_are_ignored_and_logged(tmp_path: Path, damage: str, caplog):
     path = save_profile(profile(Setting()), tmp_path)
