@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 
 PREFILL_CHUNK = 512
 """Tokens of a plain prefill after which others have a turn."""
+
+_OUTPUT_CACHE = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
+"""What transformers calls it: since 5.24 `cache`."""
 
 _PLAIN = frozenset({"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep"})
 
@@ -49,7 +52,8 @@ class Step:
 
     def output(self, logits: torch.Tensor) -> CausalLMOutputWithPast:
         """What the forward would have returned, for logits `[vocab_size]`."""
-        return CausalLMOutputWithPast(logits=logits[None, None], past_key_values=self.cache)
+        caches: dict[str, Any] = {_OUTPUT_CACHE: self.cache}
+        return CausalLMOutputWithPast(logits=logits[None, None], **caches)
 
 
 class Lane:

@@ -152,7 +152,8 @@ def test_llama_index_openai_like(server: LiveServer, chat: bool):
     assert server.engine.stats().store_hits >= hits + 6  # in both routes
 
 
-def test_litellm(server: LiveServer):
+def test_litellm(server: LiveServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks another host for prices
     litellm = pytest.importorskip("litellm")
     server.engine.warm(DOCUMENTS)
     call: dict[str, Any] = {"model": "openai/tiny", "api_base": f"{server.url}/v1", "api_key": "none", "max_tokens": 4}
