@@ -147,15 +147,18 @@ def stepping(model: PreTrainedModel) -> PreTrainedModel:
     lane = current_lane()
     if lane is None:
         return model
+    try:
+        name = cache_argument(model)
+    except ValueError:  # recurrent models and wrappers: nobody can tell their steps apart
+        return model
     shared = copy.copy(model)
     forward = model.forward
-    name = cache_argument(model)
 
     def step(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(name)
         ids = kwargs.get("input_ids")
         in_rows = isinstance(cache, BufferCache) and cache.in_row_pass
-        if args or in_rows or cache is None or ids is None or not int(cache.get_seq_length()):
+        if args or in_rows or cache is None or ids is None or not _length(cache):
             return forward(*args, **kwargs)
         packable = isinstance(cache, BufferCache) and ids.shape == (1, 1) and _is_plain(kwargs, name)
         return lane.rest(Step(kwargs, cache if packable else None, lambda: forward(**kwargs)))
@@ -163,6 +166,14 @@ def stepping(model: PreTrainedModel) -> PreTrainedModel:
     step.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     shared.forward = step
     return shared
+
+
+def _length(cache: Any) -> int:
+    """Tokens that a cache holds; 0 for one of recurrent layers, which does not count them."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return 0
 
 
 def _is_plain(kwargs: Mapping[str, Any], cache_name: str) -> bool:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from corpus_texts import document, prompt
@@ -176,3 +177,15 @@ def test_an_interrupted_caller_leaves_no_generation_behind(engine: KVBoost, monk
     engine._parts.worker.call(lambda: None)
     assert held.tb is not None
     assert 0 < steps < 500
+
+
+@pytest.mark.parametrize("name", ["mamba", "gpt2"])
+def test_models_without_reuse_answer_as_transformers_does(tiny_model: Any, name: str) -> None:
+    """Also those whose forward takes no cache that we know of."""
+    model_type, fields, _ = architectures.REFUSED[name]
+    with KVBoost(tiny_model(model_type, **fields)) as engine:
+        ids = torch.tensor([engine.tokens.ids("a lamp, and a keeper")])
+        mask = torch.ones_like(ids)
+        expected = engine.model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+        result = engine.generate("a lamp, and a keeper", params=GenerationParams(max_new_tokens=4))
+        assert list(result.token_ids) == expected[0, ids.shape[1] :].tolist()
