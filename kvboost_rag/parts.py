@@ -152,7 +152,7 @@ def build(loaded: LoadedModel, settings: Settings) -> Parts:
     if encoding.groups and has_experts(loaded.model):
         raise ConfigError(f"groups=True: {loaded.name} has experts, so a chunk would not come back with the same bits")
     tokens, metrics, worker = (
-        PromptTokens(loaded.tokenizer),
+        PromptTokens(loaded.tokenizer, encoding.min_chunk_tokens),
         _recorder(settings.metrics, loaded.name),
         Worker(f"kvboost-{loaded.name}"),
     )

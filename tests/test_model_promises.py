@@ -106,3 +106,24 @@ def test_ten_turns_over_documents_prefill_what_is_new_and_do_not_drift(engine: K
         assert kl < 1e-4
         assert usage.prefilled_tokens <= new + block
         assert usage.approximate_tokens == 0
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\n", "</doc>\n<doc>"])
+def test_off_and_full_are_stock_transformers_on_the_same_text(
+    engine: KVBoost, documents: list[str], separator: str
+) -> None:
+    """Ids of the tokenizer on the whole text, logits of the plain model, greedy tokens of its own `generate`."""
+    chosen = documents[2:5]
+    text = engine.tokens.render([{"role": "user", "content": separator.join([*chosen, QUESTION])}])
+    engine.warm(chosen)
+    stock = engine.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    assert located(engine, text).token_ids == tuple(stock.input_ids[0].tolist())
+    answer = engine.model.generate(**stock, max_new_tokens=10, do_sample=False)[0, stock.input_ids.shape[1] :].tolist()
+    with torch.no_grad():
+        expected = engine.model(**stock).logits[0, -1].float()
+    for options in ({"reuse": "off"}, {"repair": "full"}, {"reuse": "exact"}):
+        torch.testing.assert_close(engine.logits(text, **options)[0], expected, atol=1e-4, rtol=1e-4)
+        result = engine.generate(text, params=GenerationParams(max_new_tokens=10), **options)
+        assert list(result.token_ids) == answer
+    reused = engine.generate(text, params=GenerationParams(max_new_tokens=1), repair="none", full_below=0)
+    assert reused.usage.approximate_tokens >= 0.98 * sum(len(engine.tokens.document_ids(d)) for d in chosen)

@@ -231,7 +231,7 @@ def test_new_text_between_documents(make_engine: MakeEngine) -> None:
 def test_every_arrangement_works(
     make_engine: MakeEngine, case: str, documents: list[str], text: str, strategy: str
 ) -> None:
-    engine = make_engine(encoding=EncodingConfig(sensitivity=True))
+    engine = make_engine(encoding=EncodingConfig(sensitivity=True, min_chunk_tokens=1))
     engine.warm(documents)
     result = engine.generate(text, params=EIGHT, repair=strategy, strict=True)
     assert result.usage.output_tokens >= 1
@@ -384,3 +384,13 @@ def test_other_tenants_are_never_hit(make_engine: MakeEngine, tmp_path: Path) ->
     assert [s.kind for s in other.segments] == [SegmentKind.SUFFIX]
     hinted = engine.generate(prompt(DOCUMENTS), namespace="b", documents=DOCUMENTS, params=EIGHT, strict=True)
     assert {s.hit for s in hinted.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.ENCODED}
+
+
+def test_headings_and_single_words_are_computed_wherever_they_stand(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    text = prompt(DOCUMENTS[:2])
+    before = engine.logits(text, strict=True, documents=DOCUMENTS[:2])
+    engine.warm(["The", "of", "Question", "Document", "store"])
+    assert torch.equal(engine.logits(text, strict=True), before)
+    documents = [s for s in engine.generate(text, params=EIGHT).segments if s.kind is SegmentKind.DOCUMENT]
+    assert min(s.num_tokens for s in documents) >= 16

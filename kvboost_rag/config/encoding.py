@@ -27,6 +27,8 @@ class EncodingConfig:
             with another one are encoded again when they are needed.
         batch_size: chunks encoded in one forward. Above 1 a chunk that is encoded again alone may differ in the last
             bits, and so may a cold answer from a warm one: matrix kernels round differently at other batch shapes.
+        min_chunk_tokens: shorter chunks (headings, single words) are not reused: they stand in many prompts by chance,
+            and computing them costs nothing.
         block_tokens: block length of the exact path (its first blocks are shorter); only whole blocks are found again
             in a longer prompt.
         neighbours: how many similar chunks of the corpus `warm` encodes a chunk behind; default 4
@@ -53,6 +55,7 @@ class EncodingConfig:
     quantization: str | None = None
     batch_size: int = 1
     block_tokens: int = 256
+    min_chunk_tokens: int = 16
     neighbours: int | None = None
     contexts: int | None = None
     context_weights: Any = field(default=None, repr=False, hash=False)
@@ -71,7 +74,7 @@ class EncodingConfig:
             env_int(os.environ, "KVBOOST_NEIGHBOURS")  # what cannot be used is said before a model is loaded
         if self.contexts is None:
             _contexts(os.environ)
-        for name in ("batch_size", "block_tokens"):
+        for name in ("batch_size", "block_tokens", "min_chunk_tokens"):
             check_count(name, getattr(self, name), 1)
         if self.contexts is not None:
             check_count("contexts", self.contexts, 1)

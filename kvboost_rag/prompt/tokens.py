@@ -36,10 +36,12 @@ class PromptTokens:
 
     Args:
         tokenizer: any transformers tokenizer, fast or slow.
+        min_chunk_tokens: shorter documents are computed like the text around them wherever they stand.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, min_chunk_tokens: int = 1) -> None:
         self.tokenizer = tokenizer
+        self._min_chunk_tokens = min_chunk_tokens
         self._lock = threading.Lock()  # a fast tokenizer's options are shared state that each call sets
         self._control = control_tokens(tokenizer)
         self._leading_ids = self._find_leading_ids()
@@ -91,8 +93,9 @@ class PromptTokens:
         found: list[tuple[TextSpan, Run]] = []
         done = 0
         for span, (low, high) in zip(spans, places, strict=True):
-            if span.kind is SegmentKind.DOCUMENT:
-                runs = runs_of(self.document_ids(span.text), ids, max(low, done), high)
+            chunk = self.document_ids(span.text) if span.kind is SegmentKind.DOCUMENT else ()
+            if len(chunk) >= max(1, self._min_chunk_tokens):
+                runs = runs_of(chunk, ids, max(low, done), high)
                 found += [(span, run) for run in runs]
                 done = runs[-1].end if runs else done
         return _cut(ids, found, "".join(span.text for span in spans))
