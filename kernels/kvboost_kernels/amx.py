@@ -24,8 +24,9 @@ _NUM_TILES = 8
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
-def _call(builder: Any, name: str, *values: Any) -> None:
-    call(builder, name, ir.VoidType(), *values)
+def instruction(builder: Any, name: str, *operands: Any) -> None:
+    """One instruction on tiles, an LLVM intrinsic: all that this module writes go through here."""
+    call(builder, name, ir.VoidType(), *operands)
 
 
 def _tile(number: int) -> Any:
@@ -35,13 +36,13 @@ def _tile(number: int) -> Any:
 def _mover(name: str, number: int) -> Any:
     @emitted_here
     def move(builder: Any, address: Any, stride: Any) -> None:
-        _call(builder, name, _tile(number), builder.inttoptr(address, _ADDRESS), stride)
+        instruction(builder, name, _tile(number), builder.inttoptr(address, _ADDRESS), stride)
 
     return move
 
 
 def _clearer(number: int) -> Any:
-    return emitted_here(lambda builder: _call(builder, "llvm.x86.tilezero", _tile(number)))
+    return emitted_here(lambda builder: instruction(builder, "llvm.x86.tilezero", _tile(number)))
 
 
 LOADS = tuple(_mover("llvm.x86.tileloadd64", number) for number in range(_NUM_TILES))
@@ -52,19 +53,19 @@ CLEARS = tuple(_clearer(number) for number in range(_NUM_TILES))
 
 def dot(c: int, a: int, b: int) -> Any:
     """`tile c += tile a @ tile b`."""
-    return emitted_here(lambda builder: _call(builder, "llvm.x86.tdpbf16ps", _tile(c), _tile(a), _tile(b)))
+    return emitted_here(lambda builder: instruction(builder, "llvm.x86.tdpbf16ps", _tile(c), _tile(a), _tile(b)))
 
 
 @emitted_here
 def configure(builder: Any, address: Any) -> None:
     """Set the thread's tiles up as the 64 bytes at `address` say (`configuration`)."""
-    _call(builder, "llvm.x86.ldtilecfg", builder.inttoptr(address, _ADDRESS))
+    instruction(builder, "llvm.x86.ldtilecfg", builder.inttoptr(address, _ADDRESS))
 
 
 @emitted_here
 def release(builder: Any) -> None:
     """Give the thread's tiles back."""
-    _call(builder, "llvm.x86.tilerelease")
+    instruction(builder, "llvm.x86.tilerelease")
 
 
 def rows_apart(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,7 @@ from kvboost_rag.stores import MemoryStore
 
 pytest.importorskip("numba")
 
-from kvboost_kernels import amx
-
-pytestmark = pytest.mark.skipif(not amx.available(), reason="no matrix tiles on this machine")
+from emulated_tiles import tiles_or_emulation
 
 LENGTH = 203
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "num_hidden_layers": 4}
@@ -41,10 +40,16 @@ ROWS = torch.tensor([3, 17, 18, 60, 99, 100, 101, 150, 170, *range(185, LENGTH)]
 
 
 @pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> CheckedKernel:
+def unused(monkeypatch: pytest.MonkeyPatch) -> CheckedKernel:
     kernel = replace(amx_attention.KERNEL, checked=set(), refused=False)
     monkeypatch.setattr(amx_attention, "KERNEL", kernel)
     return kernel
+
+
+@pytest.fixture
+def tiles(unused: CheckedKernel) -> Iterator[CheckedKernel]:
+    with tiles_or_emulation():
+        yield unused
 
 
 def _model(tiny_model: Any, family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -169,7 +174,7 @@ def test_mass_that_is_wrong_is_measured_by_torch(
 @pytest.mark.parametrize("missing", ["numba", "tiles"])
 def test_machines_without_are_left_alone(
     tiny_model: Any,
-    tiles: CheckedKernel,
+    unused: CheckedKernel,
     monkeypatch: pytest.MonkeyPatch,
     missing: str,
 ) -> None:
@@ -183,7 +188,7 @@ def test_machines_without_are_left_alone(
         _pass(_model(tiny_model).model)
     finally:
         amx_attention.can_compile.cache_clear()
-    assert not tiles.checked
+    assert not unused.checked
 
 
 @pytest.mark.parametrize("how", ["layers", "model"])
