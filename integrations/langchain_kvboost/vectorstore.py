@@ -12,6 +12,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
+from langchain_kvboost.changes import gone, refuse_unknown_change
 from langchain_kvboost.warming import DocumentWarming
 
 
@@ -40,7 +41,9 @@ class KVBoostVectorStore(VectorStore):
         neighbours: how many similar documents each is encoded behind; default: the model's. 0 embeds nothing.
         document_prompt: as for `KVBoostWarmer`.
         namespace: whose chunks; default: the model's.
-        name: tells stores apart that share one KV store; default: the collection's name or the class.
+        name: tells stores apart that share one KV store; default: the collection's name. Stores without one (in memory,
+            FAISS) get a name of their own each time they are wrapped: give one where a store that is dumped and loaded
+            again is to go on with the documents it had.
     """
 
     def __init__(
@@ -113,16 +116,49 @@ class KVBoostVectorStore(VectorStore):
         return await self.aadd_documents(_documents(texts, metadatas, ids), **_with_ids(ids, kwargs))
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete from the wrapped store, then evict chunks that no id has any more. Without ids nothing is evicted."""
+        """Delete from the wrapped store, then evict chunks that no id has any more.
+
+        Without ids (everything, or what a filter says) the wrapped store is asked which of the documents are left.
+        """
         deleted = self.vectorstore.delete(ids, **kwargs)
-        self._evict(ids or [])
+        self._after_delete(ids, kwargs)
         return deleted
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """As `delete`; evicting runs in a thread."""
         deleted = await self.vectorstore.adelete(ids, **kwargs)
-        await asyncio.to_thread(self._evict, ids or [])
+        await asyncio.to_thread(self._after_delete, ids, kwargs)
         return deleted
+
+    def update_document(self, document_id: str, document: Document) -> None:
+        """As the wrapped store's (Chroma): the new text is warmed, the old one evicted."""
+        self.vectorstore.update_document(document_id, document)  # type: ignore[attr-defined]
+        self._warm([document], [document_id])
+
+    def update_documents(self, ids: list[str], documents: list[Document]) -> None:
+        """As `update_document`, for several."""
+        self.vectorstore.update_documents(ids, documents)  # type: ignore[attr-defined]
+        self._warm(documents, ids)
+
+    def delete_collection(self) -> None:
+        """As the wrapped store's, and everything that was added through this object or its name is evicted."""
+        self.vectorstore.delete_collection()  # type: ignore[attr-defined]
+        self._evict(self._own_ids())
+
+    def reset_collection(self) -> None:
+        """As `delete_collection`; the store is empty afterwards."""
+        self.vectorstore.reset_collection()  # type: ignore[attr-defined]
+        self._evict(self._own_ids())
+
+    def sync_deleted(self) -> int:
+        """Evict documents that the wrapped store does not hold any more, however they went; returns how many.
+
+        Raises:
+            NotImplementedError: the wrapped store cannot be asked for documents by id.
+        """
+        missing = gone(self.vectorstore, self._own_ids())
+        self._evict(missing)
+        return len(missing)
 
     @classmethod
     def from_texts(
@@ -149,7 +185,19 @@ class KVBoostVectorStore(VectorStore):
         """Whatever else the wrapped store can do."""
         if name == "vectorstore":  # asked for before __init__ ran, by copy and pickle
             raise AttributeError(name)
+        refuse_unknown_change(self.vectorstore, name)
         return getattr(self.vectorstore, name)
+
+    def _after_delete(self, ids: Sequence[str] | None, others: dict[str, Any]) -> None:
+        if ids is not None and not others:
+            self._evict(ids)
+        else:
+            self.sync_deleted()
+
+    def _own_ids(self) -> list[str]:
+        """Ids of the documents that were added under this store's name."""
+        before = self._source("")
+        return [source.removeprefix(before) for source in self._warming.sources() if source.startswith(before)]
 
     def _warm(self, documents: Sequence[Document], ids: Sequence[str]) -> None:
         if documents:
@@ -182,14 +230,10 @@ def _with_ids(ids: list[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _collection_name(vectorstore: VectorStore) -> str:
-    """A name that the store itself gives its collection; stores in memory get one that nobody else has."""
+    """A name that the store itself gives its collection, else one that nobody else has."""
     for attribute in ("collection_name", "_collection_name", "index_name"):
         name = getattr(vectorstore, attribute, None)
         if isinstance(name, str) and name:
             return name
     collection = getattr(getattr(vectorstore, "_collection", None), "name", None)
-    if isinstance(collection, str) and collection:
-        return collection
-    if isinstance(vectorstore, InMemoryVectorStore):
-        return uuid.uuid4().hex
-    return type(vectorstore).__name__
+    return collection if isinstance(collection, str) and collection else uuid.uuid4().hex

@@ -128,6 +128,10 @@ class DocumentWarming:
             sources = {source_id: SourceTexts([text], row) for source_id, text, row in given}
             engine.index.add_many(sources, **self._options)
 
+    def sources(self) -> list[str]:
+        """Ids of everything that was added to the namespace, by whomever."""
+        return engine_of(self._llm).index.sources(namespace=self._namespace)
+
     def delete(self, source_ids: Iterable[str]) -> None:
         """Forget sources, and evict what no other source has.
 
