@@ -105,10 +105,11 @@ def _machines(rows: Sequence[Row], source: str, dataset: str) -> list[str]:
 
 
 def _ablations(arms: Sequence[ArmSummary]) -> list[tuple[str, list[ArmSummary]]]:
-    """What was varied, and its arms in order; an arm that belongs to several is in each."""
+    """What was varied, and its arms in order; an arm that belongs to several is in each where it has company."""
     by_name = {s.arm: s for s in arms}
     groups = [(title, [by_name[a.name] for a in wanted if a.name in by_name]) for title, wanted in ABLATIONS.items()]
-    return [(title, shown) for title, shown in groups if shown]
+    first = {arm.arm: title for title, shown in reversed(groups) for arm in shown}
+    return [(title, shown) for title, shown in groups if len(shown) > 1 or any(first[a.arm] == title for a in shown)]
 
 
 def _quality_cells(s: ArmSummary) -> list[str]:

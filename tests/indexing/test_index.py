@@ -355,7 +355,7 @@ def test_a_preview_tells_what_would_be_done_and_does_nothing(make_engine: MakeEn
 
 
 def test_an_answer_from_indexed_documents_hits(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+    engine = make_engine(min_chunk_tokens=1)
     engine.index.add("doc", FRUIT)
     prompt = "\n\n".join([*FRUIT, "What is a pear?"])
     result = engine.generate(prompt, params=GenerationParams(max_new_tokens=2), strict=True)
