@@ -14,7 +14,8 @@ class Detokenizer:
 
     A token's text depends on its neighbours (white space, characters of several tokens), so each piece is the
     difference between two decodings that begin at the same, already shown token. While the text ends inside a
-    character it is held back.
+    character it is held back. (`tokenizers.DecodeStream` raises where bytes of a broken character are followed by
+    others, which models do write, and cannot say what it holds back at the end.)
     """
 
     def __init__(self, tokens: PromptTokens) -> None:
