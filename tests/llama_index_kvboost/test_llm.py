@@ -99,8 +99,10 @@ def test_unknown_arguments_are_refused(make_llm: MakeLLM) -> None:
 
 def test_metadata_comes_from_the_model(make_llm: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
     metadata = make_llm().metadata
-    assert (metadata.context_window, metadata.num_output, metadata.is_chat_model) == (2048, 8, True)
-    assert make_llm(is_chat_model=False).metadata.is_chat_model is False
+    assert (metadata.num_output, metadata.is_chat_model) == (8, True)
+    assert 1024 < metadata.context_window < 2048, "room for an answer and the template around messages"
+    text = make_llm(is_chat_model=False).metadata
+    assert (text.context_window, text.is_chat_model) == (2048, False)
     assert make_llm(context_window=512).metadata.context_window == 512
     assert make_llm(context_window=4096).metadata.context_window == 2048
     assert "4096" in caplog.text
