@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,3 +38,42 @@ def cuts_inside(text: str, tokens: set[str]) -> list[int]:
     for match in pattern.finditer(text):
         cuts |= {match.start(), match.start() + 1}
     return sorted(cuts - {0, len(text)})
+
+
+def edges_crossed(text: str, documents: Sequence[tuple[int, int]], tokens: tuple[str, ...]) -> set[int]:
+    """Edges of documents that lie inside a control token which a document spells out together with what is beside it.
+
+    A document shorter than the token counts only if all of the token is documents': `|>` is rather found inside a
+    token that the prompt's author wrote.
+
+    Args:
+        documents: `(start, end)` of each in `text`, ascending.
+    """
+    edges = set()
+    for start, end in documents:
+        for edge in (start, end):
+            for low, high in _across(text, edge, tokens):
+                covered = sum(max(0, min(high, b) - max(low, a)) for a, b in documents) == high - low
+                if covered or end - start > high - low:
+                    edges.add(edge)
+    return edges
+
+
+def _across(text: str, edge: int, tokens: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Where a control token, whatever its case, begins before `edge` and ends behind it."""
+    by_first = _by_first_character(tokens)
+    reach = max((length for lengths in by_first.values() for length in lengths), default=0)
+    for low in range(max(0, edge - reach + 1), edge):
+        for length, names in by_first.get(text[low].lower(), {}).items():
+            if low + length > edge and text[low : low + length].lower() in names:
+                yield low, low + length
+
+
+@lru_cache(8)
+def _by_first_character(tokens: tuple[str, ...]) -> dict[str, dict[int, set[str]]]:
+    """Lower-case tokens by first character and length."""
+    found: dict[str, dict[int, set[str]]] = {}
+    for token in tokens:
+        if token:
+            found.setdefault(token[0].lower(), {}).setdefault(len(token), set()).add(token.lower())
+    return found

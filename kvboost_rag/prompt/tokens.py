@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost_rag.datamodels import Segment, SegmentKind, TextSpan
 from kvboost_rag.prompt.alignment import SLACK, Run, runs_of
 from kvboost_rag.prompt.chat_template import render_messages, user_message_head
-from kvboost_rag.prompt.control_tokens import control_tokens, cuts_inside
+from kvboost_rag.prompt.control_tokens import control_tokens, cuts_inside, edges_crossed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +103,7 @@ class PromptTokens:
     def prompt_ids(self, spans: Sequence[TextSpan], rendered: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """A prompt's ids, and for each span the range of ids in which it stands; args as for `segment`."""
         text = "".join(span.text for span in spans)
-        cuts = self._cuts(spans)
+        cuts = self._cuts(spans, text)
         ids: list[int] = []
         ends: list[tuple[int, int]] = []  # of each id, the characters it stands for
         for start, end in pairwise((0, *cuts, len(text))):
@@ -140,9 +140,11 @@ class PromptTokens:
             at = end
         return places
 
-    def _cuts(self, spans: Sequence[TextSpan]) -> list[int]:
+    def _cuts(self, spans: Sequence[TextSpan], text: str) -> list[int]:
         """Places in the prompt's text between whose sides nothing may merge: inside control tokens of documents."""
-        return sorted({a + cut for (a, b), span in self._documents(spans) for cut in self._cached_cuts(span.text)})
+        documents = self._documents(spans)
+        inside = {a + cut for (a, _), span in documents for cut in self._cached_cuts(span.text)}
+        return sorted(inside | edges_crossed(text, [place for place, _ in documents], self.control_texts))
 
     def _guarded(self, spans: Sequence[TextSpan]) -> list[tuple[int, int]]:
         return [place for place, span in self._documents(spans) if self._cached_cuts(span.text)]
