@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from kvboost_kernels.lanes import INT64, LANE_BYTES, LANES, WORDS, call, emitted, emitted_here, load, store, transposed
+from kvboost_kernels.lanes import INT64, LANE_BYTES, LANES, WORDS, call, emitted, inline, load, store, transposed
 
 _BYTE = ir.IntType(8)
 _ADDRESS = ir.PointerType(_BYTE)
@@ -34,7 +34,7 @@ def _tile(number: int) -> Any:
 
 
 def _mover(name: str, number: int) -> Any:
-    @emitted_here
+    @inline
     def move(builder: Any, address: Any, stride: Any) -> None:
         instruction(builder, name, _tile(number), builder.inttoptr(address, _ADDRESS), stride)
 
@@ -42,7 +42,7 @@ def _mover(name: str, number: int) -> Any:
 
 
 def _clearer(number: int) -> Any:
-    return emitted_here(lambda builder: instruction(builder, "llvm.x86.tilezero", _tile(number)))
+    return inline(lambda builder: instruction(builder, "llvm.x86.tilezero", _tile(number)))
 
 
 LOADS = tuple(_mover("llvm.x86.tileloadd64", number) for number in range(_NUM_TILES))
@@ -53,16 +53,16 @@ CLEARS = tuple(_clearer(number) for number in range(_NUM_TILES))
 
 def dot(c: int, a: int, b: int) -> Any:
     """`tile c += tile a @ tile b`."""
-    return emitted_here(lambda builder: instruction(builder, "llvm.x86.tdpbf16ps", _tile(c), _tile(a), _tile(b)))
+    return inline(lambda builder: instruction(builder, "llvm.x86.tdpbf16ps", _tile(c), _tile(a), _tile(b)))
 
 
-@emitted_here
+@inline
 def configure(builder: Any, address: Any) -> None:
     """Set the thread's tiles up as the 64 bytes at `address` say (`configuration`)."""
     instruction(builder, "llvm.x86.ldtilecfg", builder.inttoptr(address, _ADDRESS))
 
 
-@emitted_here
+@inline
 def release(builder: Any) -> None:
     """Give the thread's tiles back."""
     instruction(builder, "llvm.x86.tilerelease")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -26,13 +26,15 @@ from kvboost_kernels.lanes import read_integer
 INTEGER_BYTES = 8
 COUNTERS = 2
 """int64 zeros behind an entry's arguments, for its parts to count with."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 _ALIGNMENT = 64
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def inner(function: Callable[..., Any]) -> Any:
+def inner(function: Function) -> Function:
     """For calls from compiled code only; without a cache of its own, which would not see what it calls change."""
-    return numba.njit(function, error_model="numpy")
+    compiled: Function = numba.njit(function, error_model="numpy")
+    return compiled
 
 
 def entry(function: Callable[[int], None]) -> Any:
@@ -87,21 +89,13 @@ def run(function: Any, work: Sequence[int], parts: int) -> None:
 
 @cache
 def _team() -> Any:
-    """`GOMP_parallel` of the OpenMP runtime that torch has loaded (GNU's, or LLVM's and Intel's, which have it too)."""
-    try:
-        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
-    except OSError:
+    """`GOMP_parallel` of the OpenMP runtime that torch works with (GNU's, or LLVM's and Intel's, which have it too)."""
+    try:  # a name is looked up in a library and in those that it was linked with
+        start = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
         return None
-    of_torch = str(Path(torch.__file__).parent)
-    runtimes = (p for p in sorted(mapped) if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
-    for path in sorted(runtimes, key=lambda p: not p.startswith(of_torch)):
-        try:
-            start = ctypes.CDLL(path).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        start.argtypes, start.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-        return start
-    return None
+    start.argtypes, start.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return start
 
 
 @cache

@@ -8,7 +8,7 @@ addresses included. Imports numba: only for modules that are imported where it i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from llvmlite import ir
 from numba import types
@@ -33,9 +33,10 @@ _SMALLEST = -126.0
 """2 to this is the smallest normal float32; less is as good as nothing beside the row's largest weight, which is 1."""
 
 Value = Any
+Arguments = ParamSpec("Arguments")
 
 
-def emitted(emit: Callable[..., None]) -> Any:
+def emitted(emit: Callable[Concatenate[Any, Arguments], None]) -> Callable[Arguments, None]:
     """A function for compiled code that is what `emit(builder, *arguments)` writes; it returns nothing.
 
     Written once a caller, and not inlined: copies in every branch of a loop would take seconds to compile.
@@ -50,20 +51,21 @@ def emitted(emit: Callable[..., None]) -> Any:
             function.linkage = "internal"
             function.attributes.add("noinline")
             body = ir.IRBuilder(function.append_basic_block())
-            emit(body, *function.args)
+            write: Callable[..., None] = emit
+            write(body, *function.args)
             body.ret_void()
         builder.call(function, arguments)
 
     return _written(call_it, types.void)
 
 
-def emitted_here(emit: Callable[..., None]) -> Any:
-    """The same for a few instructions, written where they are called."""
+def inline(emit: Callable[Concatenate[Any, Arguments], None]) -> Callable[Arguments, None]:
+    """The same for a few instructions, inlined."""
     return _written(emit, types.void)
 
 
-def emitted_integer(emit: Callable[..., Value]) -> Any:
-    """The same, returning an int64."""
+def inline_integer(emit: Callable[Concatenate[Any, Arguments], Value]) -> Callable[Arguments, int]:
+    """The same, returning an int64; inlined."""
     return _written(emit, types.int64)
 
 
@@ -89,15 +91,15 @@ def pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@emitted_integer
+@inline_integer
 def read_integer(builder: Any, address: Value) -> Value:
     """The int64 at an address."""
     return load(builder, address, 0, INT64)
 
 
-@emitted_integer
-def take_number(builder: Any, address: Value) -> Value:
-    """The int64 at an address, which is raised by one: each caller on any thread gets another."""
+@inline_integer
+def fetch_add(builder: Any, address: Value) -> Value:
+    """The int64 at an address, atomically raised by one: each caller on any thread gets another."""
     counter = builder.inttoptr(address, ir.PointerType(INT64))
     return builder.atomic_rmw("add", counter, ir.Constant(INT64, 1), "monotonic")
 
@@ -133,7 +135,7 @@ def floats(number: float) -> Value:
     return ir.Constant(FLOATS, [number] * LANES)
 
 
-def spread(builder: Any, number: Value) -> Value:
+def broadcast(builder: Any, number: Value) -> Value:
     """An int64 as 32 bits in every lane."""
     one = builder.insert_element(words(0), builder.trunc(number, _INT32), ir.Constant(_INT32, 0))
     return builder.shuffle_vector(one, words(0), words(0))

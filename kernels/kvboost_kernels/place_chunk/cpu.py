@@ -17,7 +17,7 @@ from numba.extending import intrinsic, overload
 
 from kvboost_kernels import compiled, lanes
 from kvboost_kernels.compiled import INTEGER_BYTES, reader_of_fields
-from kvboost_kernels.lanes import HALVES, LANES, emitted_here, load, multiply_add, pointer, store, take_number
+from kvboost_kernels.lanes import HALVES, LANES, fetch_add, inline, load, multiply_add, pointer, store
 from kvboost_kernels.place_chunk.layout import Pairing, Rotation, fits_loop
 
 MIN_ELEMENTS_A_THREAD = 1 << 15
@@ -77,12 +77,12 @@ def _turn(builder: Any, x: Any, y: Any, cos: Any, sin: Any, to_x: Any, to_y: Any
         store(builder, lanes.as_bfloat16(builder, vector) if halves else vector, target)
 
 
-@emitted_here
+@inline
 def _turn_bfloat16(builder: Any, x: Any, y: Any, cos: Any, sin: Any, to_x: Any, to_y: Any) -> None:
     _turn(builder, x, y, cos, sin, to_x, to_y, True)
 
 
-@emitted_here
+@inline
 def _turn_float32(builder: Any, x: Any, y: Any, cos: Any, sin: Any, to_x: Any, to_y: Any) -> None:
     _turn(builder, x, y, cos, sin, to_x, to_y, False)
 
@@ -105,7 +105,7 @@ def compiled_loop(dtype: torch.dtype, pairing: Pairing, offset: int, half: int, 
     def part(arguments):
         _ = version  # part of the key in numba's cache
         out, row_stride, keys, cos, sin, tokens, rows = _fields(arguments)
-        row = take_number(arguments + _NUM_FIELDS * INTEGER_BYTES)
+        row = fetch_add(arguments + _NUM_FIELDS * INTEGER_BYTES)
         while row < rows:
             for token in range(tokens):
                 to = out + (row * row_stride + token * head_dim) * item
@@ -131,7 +131,7 @@ def compiled_loop(dtype: torch.dtype, pairing: Pairing, offset: int, half: int, 
                         _store(target, j, _fused(x, s[d], y * c[d]))
                     for d in range(end, head_dim):
                         target[d] = source[d]
-            row = take_number(arguments + _NUM_FIELDS * INTEGER_BYTES)
+            row = fetch_add(arguments + _NUM_FIELDS * INTEGER_BYTES)
 
     return compiled.entry(part)
 

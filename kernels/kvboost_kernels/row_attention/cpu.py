@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from kvboost_kernels import amx, compiled
 from kvboost_kernels.compiled import memory
 from kvboost_kernels.lanes import LANE_BYTES, LANES
 from kvboost_kernels.row_attention.request import fits_tiles
-from kvboost_kernels.row_attention.tile_loops import Work, entry, scratch_bytes
+from kvboost_kernels.row_attention.tile_loops import entry
+from kvboost_kernels.row_attention.tile_work import Heads, Work, scratch_bytes
 
 PAIR = 2 * LANES
 """Rows that share each tile of keys: two tiles of query."""
@@ -146,10 +148,10 @@ class _Call:
         size = scratch_bytes(query.shape[3], value_channels, tiles.end)
         settings = self.settings
         work = Work(
-            *(query.data_ptr(), 2 * query.stride(1), 2 * query.stride(2)),
-            *(key.data_ptr(), 2 * key.stride(1), 2 * key.stride(2)),
-            *(value.data_ptr(), 2 * value.stride(1), 2 * value.stride(2)),
-            *((0, 0, 0) if output is None else (output.data_ptr(), 2 * output.stride(2), 2 * output.stride(1))),
+            query=_heads(query),
+            keys=_heads(key),
+            values=_heads(value),
+            output=Heads(0, 0, 0) if output is None else _heads(output.transpose(1, 2)),
             positions=tiles.positions.data_ptr(),
             bounds=tiles.bounds.data_ptr(),
             peaks=results["peaks"].data_ptr() if "peaks" in results else 0,
@@ -169,10 +171,15 @@ class _Call:
             value_channels=value_channels,
             items=heads * (1 if mass is not None else len(tiles.positions) // PAIR),
         )
-        compiled.run(entry(), work, parts)
+        compiled.run(entry(), work.numbers(), parts)
 
     @cached_property
-    def settings(self) -> np.ndarray:
+    def settings(self) -> np.ndarray[Any, Any]:
         """What compiled code reads by address: the tiles' configuration, and the scaling of logits to powers of two."""
         scale = np.full(LANES, self.scaling / math.log(2), np.float32)
         return np.concatenate([amx.configuration(), scale.view(np.uint8)])
+
+
+def _heads(tensor: torch.Tensor) -> Heads:
+    """`[1, H, T, D]`, bfloat16."""
+    return Heads(tensor.data_ptr(), 2 * tensor.stride(1), 2 * tensor.stride(2))

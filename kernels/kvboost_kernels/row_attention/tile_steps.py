@@ -1,5 +1,7 @@
 """The steps of row attention on matrix tiles, as vector code over sixteen rows: a lane is a row, a vector a key.
 
+Each says in numpy's terms what it does; `tests/kernels/test_tile_steps.py` holds it to that.
+
 With logits as `keys @ query.T` a row's maximum and sum run down its lane, so that no step sums across one; keys are
 read as they lie, and only the query and the values are laid out anew.
 """
@@ -14,7 +16,7 @@ from kvboost_kernels import lanes
 from kvboost_kernels.amx import rows_apart
 from kvboost_kernels.lanes import HALVES, INT64, LANE_BYTES, LANES, WORDS, emitted, floats, load, store, words
 
-HIDDEN = -3e30
+MASKED = -3e30
 """Logit of a key that a row does not see: finite, so that a row that sees nothing yet stays free of NaN."""
 LOWEST = -1e30
 """A row's maximum before its first key."""
@@ -43,21 +45,21 @@ def pack_32_values(builder: Any, source: Any, stride: Any, tile: Any) -> None:
 
 
 @emitted
-def hide(builder: Any, logits: Any, first_key: Any, positions: Any, window: Any) -> None:
-    """Give keys behind a row, and keys `window` or more in front of it, the logit of hidden ones."""
+def mask(builder: Any, logits: Any, first_key: Any, positions: Any, window: Any) -> None:
+    """`logits[position - window < key <= position or MASKED]` of sixteen keys: a vector a key, a lane a row."""
     position = load(builder, positions, 0, WORDS)
-    oldest = builder.sub(position, lanes.spread(builder, window))
-    first = lanes.spread(builder, first_key)
+    oldest = builder.sub(position, lanes.broadcast(builder, window))
+    first = lanes.broadcast(builder, first_key)
     for row in range(LANES):
         key = builder.add(first, words(row))
         seen = builder.and_(builder.icmp_signed("<=", key, position), builder.icmp_signed(">", key, oldest))
         logit = load(builder, logits, LANE_BYTES * row)
-        store(builder, builder.select(seen, logit, floats(HIDDEN)), logits, LANE_BYTES * row)
+        store(builder, builder.select(seen, logit, floats(MASKED)), logits, LANE_BYTES * row)
 
 
 @emitted
-def raise_peak(builder: Any, logits: Any, peak: Any) -> None:
-    """`peak`: the largest of itself and sixteen keys' logits."""
+def update_max(builder: Any, logits: Any, peak: Any) -> None:
+    """`peak = maximum(peak, logits.max(0))`, of sixteen keys' logits."""
     found = [load(builder, logits, LANE_BYTES * row) for row in range(LANES)]
     while len(found) > 1:  # in pairs: one after the other, each would wait for the one before
         found = [lanes.larger(builder, a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
@@ -65,8 +67,8 @@ def raise_peak(builder: Any, logits: Any, peak: Any) -> None:
 
 
 @emitted
-def move_peak(builder: Any, old: Any, new: Any, scale: Any, total: Any, factor: Any) -> None:
-    """`old = new`; `factor`: what weights over the old maximum are worth over the new one; `total` is brought there."""
+def rescale(builder: Any, old: Any, new: Any, scale: Any, total: Any, factor: Any) -> None:
+    """`factor = exp2((old - new) * scale)`; `total *= factor`; `old = new`."""
     before, after, times = load(builder, old), load(builder, new), load(builder, scale)
     change = lanes.exp2(builder, builder.fmul(builder.fsub(before, after), times))
     # Exactly 1 where nothing changes: a row must not depend on how many blocks it is taken through.
@@ -78,15 +80,18 @@ def move_peak(builder: Any, old: Any, new: Any, scale: Any, total: Any, factor: 
 
 @emitted
 def multiply(builder: Any, tile: Any, factor: Any) -> None:
-    """Each of a tile's vectors by `factor`."""
+    """`tile *= factor`, a lane a row."""
     by = load(builder, factor)
     for row in range(LANES):
         store(builder, builder.fmul(load(builder, tile, LANE_BYTES * row), by), tile, LANE_BYTES * row)
 
 
 @emitted
-def weigh(builder: Any, logits: Any, peak: Any, scale: Any, total: Any, tile: Any) -> None:
-    """Weights of 32 keys as a right-hand tile of bfloat16 (the halfway case rounds up), their sum added to `total`."""
+def exp_weights(builder: Any, logits: Any, peak: Any, scale: Any, total: Any, tile: Any) -> None:
+    """`weights = exp2((logits - peak) * scale)` of 32 keys; `total += weights.sum(0)`.
+
+    `tile`: the weights as a right-hand tile, rounded to bfloat16 (the halfway case up).
+    """
     times, top = load(builder, scale), load(builder, peak)
     below = builder.fneg(builder.fmul(top, times))
     sums = [floats(0.0), floats(0.0)]
@@ -104,7 +109,7 @@ def weigh(builder: Any, logits: Any, peak: Any, scale: Any, total: Any, tile: An
 
 @emitted
 def add_mass(builder: Any, logits: Any, offset: Any, scale: Any, mass: Any) -> None:
-    """Add sixteen keys' weights, `2 ** (logit * scale - offset)`, to the sixteen vectors at `mass`."""
+    """`mass += exp2(logits * scale - offset)`, of sixteen keys."""
     times, below = load(builder, scale), builder.fneg(load(builder, offset))
     for row in range(LANES):
         logit = load(builder, logits, LANE_BYTES * row)
@@ -114,7 +119,7 @@ def add_mass(builder: Any, logits: Any, offset: Any, scale: Any, mass: Any) -> N
 
 @emitted
 def sum_lanes(builder: Any, tile: Any, target: Any) -> None:
-    """Each of a tile's vectors as one number."""
+    """`target = tile.sum(1)`: each of a tile's vectors as one number."""
     found = lanes.transposed(builder, [load(builder, tile, LANE_BYTES * row) for row in range(LANES)])
     while len(found) > 1:
         found = [builder.fadd(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
@@ -123,14 +128,14 @@ def sum_lanes(builder: Any, tile: Any, target: Any) -> None:
 
 @emitted
 def begin(builder: Any, peak: Any, total: Any) -> None:
-    """A row before its first key."""
+    """`peak = LOWEST`; `total = 0`: rows before their first key."""
     store(builder, floats(LOWEST), peak)
     store(builder, floats(0.0), total)
 
 
 @emitted
 def copy_lanes(builder: Any, source: Any, target: Any) -> None:
-    """One vector."""
+    """`target = source`, one vector."""
     store(builder, load(builder, source), target)
 
 
@@ -154,13 +159,13 @@ def copy_row(builder: Any, source: Any, channels_left: Any, target: Any) -> None
 
 @emitted
 def invert(builder: Any, total: Any, inverse: Any) -> None:
-    """One over each lane."""
+    """`inverse = 1 / total`."""
     store(builder, builder.fdiv(floats(1.0), load(builder, total)), inverse)
 
 
 @emitted
 def write_rows(builder: Any, tile: Any, inverse: Any, target: Any, stride: Any, count: Any) -> None:
-    """Sixteen channels of up to sixteen rows, each row times its `inverse`, rounded to bfloat16 and `stride` apart."""
+    """`target[row, :16] = bfloat16(tile[:, row] * inverse[row])` of up to sixteen rows, `stride` bytes apart."""
     by = load(builder, inverse)
     channels = [builder.fmul(load(builder, tile, LANE_BYTES * row), by) for row in range(LANES)]
     for row, vector in enumerate(lanes.transposed(builder, channels)):
