@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,10 @@ from tests.pretend_streams import (
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 TOTAL_BYTES = 8 << 30
+PROPERTIES = SimpleNamespace(
+    name="a pretended GPU", major=8, minor=0, total_memory=TOTAL_BYTES, multi_processor_count=1
+)
+"""What libraries ask about a GPU when they are imported."""
 COPIES = {aten.copy_.default, aten._to_copy.default}
 
 
@@ -210,6 +215,8 @@ def pretend_cuda(num_devices: int = 1) -> Iterator[None]:
         "is_available": lambda: True,
         "device_count": lambda: num_devices,
         "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_name": lambda device=None: "a pretended GPU",
         "is_bf16_supported": lambda including_emulation=True: True,
         "mem_get_info": lambda device=None: (TOTAL_BYTES, TOTAL_BYTES),
