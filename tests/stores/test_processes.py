@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from kvboost_rag.stores import DiskStore
+from kvboost_rag.stores.disk.folder import StoreFolder
+from kvboost_rag.stores.disk.owner_lock import living_owners
 from kvboost_rag.stores.verify import verify
 from tests.stores.conftest import build_entry, build_record, check_of, same
 from tests.stores.test_disk import file_bytes
@@ -151,3 +153,22 @@ def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
         again.close()
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_what_a_process_stages_that_opens_while_the_dead_are_cleared_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens right after the living were listed: its name is not among them, and its file is its own all the same."""
+    folder = StoreFolder(tmp_path)
+    opened: list[StoreFolder] = []
+    staged: list[Path] = []
+
+    def list_then_open(owners: Path) -> set[str]:
+        alive = living_owners(owners)
+        opened.append(StoreFolder(tmp_path))
+        staged.append(opened[0].stage([b"its chunk"]))
+        return alive
+
+    monkeypatch.setattr("kvboost_rag.stores.disk.folder.living_owners", list_then_open)
+    folder.clear_after_dead_owners()
+    assert staged[0].read_bytes() == b"its chunk"

@@ -233,9 +233,10 @@ class DiskAccount:
 
     def clear_after_dead_owners(self) -> None:
         """Settle what processes that died were writing."""
+        earlier = {reservation.id for reservation in self.table.reservations()}  # of owners that had a name by now
         num_dead, alive = self._folder.clear_after_dead_owners()
         for reservation in self.table.reservations():
-            if reservation.owner not in alive:
+            if reservation.id in earlier and reservation.owner not in alive:
                 recovery.settle(self._folder, self.table, self._catalog, reservation, self._secret)
         if num_dead:
             recovery.reconcile(self._folder, self.table, self._catalog, self._secret)

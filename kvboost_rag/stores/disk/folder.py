@@ -212,9 +212,10 @@ class StoreFolder:
 
     def clear_after_dead_owners(self) -> tuple[int, set[str]]:
         """Delete what dead processes left in staging; returns how many there were, and the names of living ones."""
+        staged = list(self._staging.iterdir())  # before the owners: a process that opens meanwhile has its name first
         num_dead = remove_dead_owners(self._owners)
         alive = living_owners(self._owners)
-        for path in self._staging.iterdir():
+        for path in staged:
             if path.name.split("-")[0] not in alive:
                 path.unlink(missing_ok=True)
         return num_dead, alive
