@@ -1,14 +1,15 @@
 """Is it still the same model? Strategies of reuse against full prefill on the same token ids.
 
 usage: python benchmarks/quality.py --out FILE.jsonl [--files hotpotqa_60.json musique_60.json]
-           [--datasets hotpotqa musique needle bugs reference short turns] [--arms main|quick|half|anchor|rows|ratio|…]
+           [--datasets hotpotqa musique needle bugs reference short turns]
+           [--arms main|quick|half|fidelity|anchor|rows|ratio|…]
            [--cases 60] [--model bundled:smollm2] [--dtype float32] [--minutes 8] [--quick]
 
 Each line of the output is one prompt answered by one arm: KL(full ‖ ours) in nats at the first token and over full
 prefill's greedy answer, agreement, whether the greedy answers are identical, F1 and correctness of both answers, TTFT
-of both, tokens reused and recomputed. Lines that are there already are not measured again, so that a run can be
-stopped (or stops by itself after `--minutes`) and continued. `--show FILE.jsonl` prints a table of a file's lines,
-`python benchmarks/report.py` renders them.
+of both, tokens reused and recomputed, and tokens forwarded per document token when it was indexed. Lines that are there
+already are not measured again, so that a run can be stopped (or stops by itself after `--minutes`) and continued. A
+table is printed at the end, and by `--show FILE.jsonl`; `python benchmarks/report.py` renders them.
 Question files are those of HotpotQA or MuSiQue reshaped: records with `question`, `docs`, `answers`, `support`.
 """
 
@@ -32,28 +33,35 @@ from kvboost_rag.indexing.embeddings import Embed, load_embedder
 
 OWN = ("needle", "bugs", "reference", "short")
 """Data sets that need no file."""
+WHOLE = 60
+"""Cases that a data set consists of, however few of them are asked."""
 DATASETS = ("hotpotqa", "musique", "turns", *OWN)
 
 
-def make_cases(args: argparse.Namespace, runner: Runner, embed: Embed) -> list[Case]:
-    """The chosen data sets, as many cases of each as asked for, interleaved so that a short run sees all."""
+def make_cases(args: argparse.Namespace, runner: Runner, embed: Embed) -> list[list[Case]]:
+    """The chosen data sets, whole: documents of cases that are not asked may stand in encoding contexts."""
+    count = max(args.cases, WHOLE)
     files = {path.stem.partition("_")[0]: path for path in args.files}
     groups: list[list[Case]] = []
     for name in args.datasets:
         if name == "needle":
-            groups.append(needles(runner.count_tokens, args.cases))
+            groups.append(needles(runner.count_tokens, count))
         elif name == "bugs":
-            groups.append(bugs(runner.count_tokens, args.cases))
+            groups.append(bugs(runner.count_tokens, count))
         elif name == "reference":
-            groups.append(reference(runner.count_tokens, embed, args.cases))
+            groups.append(reference(runner.count_tokens, embed, count))
         elif name == "short":
-            groups.append(short(args.cases))
+            groups.append(short(count))
         elif name == "turns":
-            groups.append(conversations(args.files[0], args.cases))
+            groups.append(conversations(args.files[0], count))
         else:
-            groups.append(from_file(files[name], args.cases))
-    longest = max((len(g) for g in groups), default=0)
-    return [group[i] for i in range(longest) for group in groups if i < len(group)]
+            groups.append(from_file(files[name], count))
+    return groups
+
+
+def interleaved(groups: Sequence[Sequence[Case]], count: int) -> list[Case]:
+    """The first `count` of each, so that a short run sees all data sets."""
+    return [group[i] for i in range(count) for group in groups if i < len(group)]
 
 
 def check_files(args: argparse.Namespace) -> None:
@@ -103,8 +111,10 @@ def shown(path: Path) -> str:
         shift = "" if s.shift is None else s.shift.text(percent=True)
         kl = [s.kl_first.text(), s.kl_mean.text()]
         shares = [f"{s.agreement.mean:.1%}", s.identical.text(percent=True), shift]
-        rows.append([s.arm, s.dataset, str(s.num_prompts), *kl, *shares, f"{s.ttft_ratio:.1f} x"])
-    header = ["arm", "data", "prompts", "KL first", "KL mean", "agree", "identical", "correct − full's", "TTFT full ÷"]
+        cost = "" if s.index_tokens is None else f"{s.index_tokens:.1f}"
+        rows.append([s.arm, s.dataset, str(s.num_prompts), *kl, *shares, f"{s.ttft_ratio:.1f} x", cost])
+    figures = ["KL first", "KL mean", "agree", "identical", "correct − full's", "TTFT full ÷", "index ÷"]
+    header = ["arm", "data", "prompts", *figures]
     return plain_table(header, rows)
 
 
@@ -132,11 +142,14 @@ def main() -> None:
     print(this_machine().line())
     with Runner(args.model, args.dtype, args.answer_tokens) as runner:
         embed = load_embedder()
-        cases = make_cases(args, runner, embed)
-        runner.read_corpora(cases, embed, {"reference": reference_documents(runner.count_tokens)})
+        groups = make_cases(args, runner, embed)
+        known = [case for group in groups for case in group]
+        runner.read_corpora(known, embed, {"reference": reference_documents(runner.count_tokens)})
+        cases = interleaved(groups, args.cases)
         with args.out.open("a") as file:
             for row in measure(args, runner, cases, arms):
                 print(json.dumps(row), file=file, flush=True)
+    print(shown(args.out))
 
 
 if __name__ == "__main__":

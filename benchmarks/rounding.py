@@ -17,43 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvbench.cases import Case, from_file
+from kvbench.cases import from_file
 from kvbench.machine import this_machine
+from kvbench.rounded import ROUNDED, rounded_row
 from kvbench.summary import UNREUSED, read_rows
 
 from kvboost_rag import KVBoost
-from kvboost_rag.measure.calibrate import prompt_of, reference_answer
+from kvboost_rag.measure.calibrate import reference_answer
 from kvboost_rag.models.load import load_model
-from kvboost_rag.observe.divergence import kl_per_token
 from kvboost_rag.stores import MemoryStore
 
 DTYPE = "float32"
-
-
-def measure(exact: KVBoost, rounded: KVBoost, case: Case, answer_tokens: int) -> dict[str, Any]:
-    """One prompt by both."""
-    reference, ours = (reference_answer(engine, case, answer_tokens) for engine in (exact, rounded))
-    prompt = prompt_of(rounded.tokenizer, case.messages())
-    logits = rounded.logits(prompt, reference.token_ids[:-1], documents=case.documents, reuse="off")
-    kl = kl_per_token(reference.logits, logits)
-    return {
-        "dataset": case.dataset,
-        "case": case.name,
-        "arm": UNREUSED,
-        "kl_first": float(kl[0]),
-        "kl_mean": float(kl.mean()),
-        "agreement": float((reference.logits.argmax(-1) == logits.argmax(-1)).float().mean()),
-        "identical": ours.token_ids == reference.token_ids,
-        "f1": ours.f1,
-        "full_f1": reference.f1,
-        "correct": ours.correct,
-        "full_correct": reference.correct,
-        "ttft_ms": ours.ttft_ms,
-        "full_ttft_ms": reference.ttft_ms,
-        "input_tokens": ours.input_tokens,
-        "cached_tokens": 0,
-        "recomputed_tokens": ours.input_tokens,
-    }
 
 
 def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -65,14 +39,15 @@ def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     deadline = time.monotonic() + 60 * args.minutes
     engines = [
         KVBoost(load_model(args.model, dtype=dtype), store=MemoryStore(1 << 20), profile=None)
-        for dtype in (DTYPE, "bfloat16")
+        for dtype in (DTYPE, ROUNDED)
     ]
     with engines[0] as exact, engines[1] as rounded:
         for number, case in enumerate(cases):
             if time.monotonic() > deadline:
                 print(f"\n{args.minutes:g} minutes are over after {number} of {len(cases)} prompts; run again to go on")
                 return
-            yield {**head, **measure(exact, rounded, case, args.answer_tokens)}
+            reference = reference_answer(exact, case, args.answer_tokens)
+            yield {**head, **rounded_row(rounded, case, reference, args.answer_tokens)}
             print(f"\r{number + 1}/{len(cases)} prompts", end="", flush=True)
     print()
 

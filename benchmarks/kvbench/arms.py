@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-import torch
-
-from kvboost_rag.forward.row_forward import RowPlan
+from kvbench.controls import OracleRepair, RandomRepair
+from kvbench.summary import UNREUSED
 from kvboost_rag.repair import (
     CacheBlendRepair,
     NoRepair,
     QueryRepair,
-    RepairContext,
-    RepairPlan,
     RepairStrategy,
     SelectiveRepair,
     SensitivityRepair,
 )
-from kvboost_rag.repair.base import choose
-
-
-@dataclass(frozen=True)
-class RandomRepair(RepairStrategy):
-    """Rows by chance: what any choice has to beat."""
-
-    name: ClassVar[str] = "random"
-    seed: int = 0
-
-    def plan(self, context: RepairContext) -> RepairPlan:
-        generator = torch.Generator().manual_seed(self.seed)
-        scores = torch.rand(context.num_document_tokens, generator=generator)
-        return RepairPlan(RowPlan(context.with_fresh(context.document_rows[choose(scores, context)])))
 
 
 @dataclass(frozen=True)
@@ -45,6 +27,7 @@ class Arm:
         contexts: encoding contexts of a chunk, as `EncodingConfig.contexts`.
         siblings: whether what stands before a chunk in its document belongs into its context.
         full_below: as `ReuseConfig.full_below`.
+        rounded: nothing is reused; full prefill in bfloat16, the scale for all others.
     """
 
     strategy: RepairStrategy
@@ -57,6 +40,7 @@ class Arm:
     contexts: int = 1
     siblings: bool = True
     full_below: int = 0
+    rounded: bool = False
 
     @property
     def needs_sensitivity(self) -> bool:
@@ -65,6 +49,8 @@ class Arm:
 
     @property
     def name(self) -> str:
+        if self.rounded:
+            return UNREUSED
         weight = getattr(self.strategy, "weight", None)
         rows = self.strategy.name + (f"*{weight}" if weight else "")
         parts = [rows if self.strategy.name == "none" else f"{rows} {100 * self.ratio:g} %"]
@@ -121,7 +107,17 @@ ABLATIONS: dict[str, tuple[Arm, ...]] = {
         for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
     ),
     "choice": tuple(
-        Arm(strategy, 0.05, 4, contexts=2) for strategy in (RandomRepair(), QueryRepair(), CacheBlendRepair())
+        Arm(strategy, 0.05, 4, contexts=2)
+        for strategy in (RandomRepair(), QueryRepair(), CacheBlendRepair(), OracleRepair())
+    ),
+    "fidelity": (
+        *(
+            Arm(strategy, ratio, 4, contexts=contexts)
+            for contexts in (1, 2)
+            for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
+        ),
+        *(Arm(strategy, 0.05, 4, contexts=2) for strategy in (RandomRepair(), OracleRepair())),
+        Arm(NoRepair(), 0.0, rounded=True),
     ),
     "short": tuple(Arm(QueryRepair(), 0.05, 4, full_below=bound) for bound in (0, 128, 256)),
     "edited": (replace(_BASE, neighbours=0), replace(_BASE, neighbours=0, edited=True)),

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvbench.arms import Arm
 from kvbench.cases import Case, edited, rechunked
+from kvbench.rounded import ROUNDED, rounded_row
 from kvboost_rag import KVBoost
 from kvboost_rag.config import EncodingConfig
 from kvboost_rag.indexing.embeddings import Embed
@@ -56,16 +57,20 @@ class Runner(ExitStack):
 
     def __init__(self, model: str, dtype: str, answer_tokens: int) -> None:
         super().__init__()
+        self._model = model
         self._loaded = load_model(model, dtype=dtype)
+        self._rounded: KVBoost | None = None
         self._answer_tokens = answer_tokens
         self._engines: dict[tuple[int, str, str, bool, int | None], KVBoost] = {}
         self._corpora: dict[str, _Corpus] = {}
+        self._index_costs: dict[tuple[int, int, bool], float] = {}
         self.count_tokens = self._engine(0, "none", "auto").tokens.count
 
     def read_corpora(self, cases: Sequence[Case], embed: Embed, documents: Mapping[str, Documents]) -> None:
         """All chunks of each data set, to choose encoding contexts from.
 
         Args:
+            cases: of the whole data sets, also those that are not asked.
             documents: chunks of each document in order, by data set; of the others the cases' documents are all.
         """
         for dataset in dict.fromkeys(case.dataset for case in cases):
@@ -83,6 +88,9 @@ class Runner(ExitStack):
                 plain = self._engine(0, "none", "auto", chunk_tokens=arm.chunk_tokens)
                 references[key] = shaped, reference_answer(plain, shaped, self._answer_tokens)
             shaped, reference = references[key]
+            if arm.rounded:
+                yield rounded_row(self._rounded_engine(), shaped, reference, self._answer_tokens)
+                continue
             engine = self._warmed(shaped, case, arm)
             ours = compare(engine, shaped, reference, arm.strategy, arm.ratio, full_below=arm.full_below)
             yield self._row(shaped, arm, reference, ours, engine)
@@ -101,7 +109,11 @@ class Runner(ExitStack):
             engine.warm(original.documents, neighbours=None)  # what stands in the prompt is not what was indexed
             return engine
         corpus = self._corpora.get(original.dataset)
-        engine.warm(shaped.documents, neighbours=corpus.contexts(shaped.documents, arm) if corpus is not None else None)
+        contexts = corpus.contexts(shaped.documents, arm) if corpus is not None else None
+        report = engine.warm(shaped.documents, neighbours=contexts)
+        if report.encoded_chunk_tokens:  # else they are as an arm before left them
+            cost = report.encoded_tokens / report.encoded_chunk_tokens
+            self._index_costs[arm.neighbours, arm.contexts, arm.siblings] = cost
         return engine
 
     def _head(self, case: Case) -> str:
@@ -127,6 +139,12 @@ class Runner(ExitStack):
             self._engines[key] = self.enter_context(engine)
         return self._engines[key]
 
+    def _rounded_engine(self) -> KVBoost:
+        if self._rounded is None:
+            loaded = load_model(self._model, dtype=ROUNDED)
+            self._rounded = self.enter_context(KVBoost(loaded, store=MemoryStore(1 << 20), profile=None))
+        return self._rounded
+
     def _row(self, case: Case, arm: Arm, reference: Answered, ours: Comparison, engine: KVBoost) -> dict[str, Any]:
         full_correct, our_correct = reference.correct, ours.correct
         if case.choices:
@@ -150,6 +168,7 @@ class Runner(ExitStack):
             "input_tokens": ours.input_tokens,
             "cached_tokens": ours.cached_tokens,
             "recomputed_tokens": ours.recomputed_tokens,
+            "index_tokens": self._index_costs.get((arm.neighbours, arm.contexts, arm.siblings)),
         }
 
     @staticmethod

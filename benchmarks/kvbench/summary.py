@@ -14,7 +14,7 @@ from kvboost_rag.measure.calibrate.scores import bootstrap
 
 Row = dict[str, Any]
 UNREUSED = "full prefill in bfloat16"
-"""What `benchmarks/rounding.py` calls its lines: no reuse, but the scale for its figures."""
+"""What lines of `rounded_row` are called: no reuse, but the scale for all other figures."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class ArmSummary:
     """One arm on one data set, from one file of results (`source`).
 
     `shift`: correct answers minus full prefill's, per prompt, None without gold answers. `kept`: share of the questions
-    that full prefill answers which the arm answers too.
+    that full prefill answers which the arm answers too. `index_tokens`: forwarded per document token when it was
+    indexed, None where nothing was or the lines do not say.
     """
 
     source: str
@@ -58,6 +59,7 @@ class ArmSummary:
     kept: float | None
     ttft_ratio: float
     recomputed: float
+    index_tokens: float | None = None
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
@@ -93,6 +95,7 @@ def summarise(rows: Iterable[Row]) -> list[ArmSummary]:
 def _arm(key: tuple[str, str, str], arm: str, rows: Sequence[Row]) -> ArmSummary:
     judged = [r for r in rows if r["full_correct"] is not None]
     answered = [r for r in judged if r["full_correct"]]
+    costs = [cost for r in rows if (cost := r.get("index_tokens")) is not None]
     return ArmSummary(
         source=key[0],
         model=key[1],
@@ -108,4 +111,5 @@ def _arm(key: tuple[str, str, str], arm: str, rows: Sequence[Row]) -> ArmSummary
         kept=fmean(bool(r["correct"]) for r in answered) if answered else None,
         ttft_ratio=median(r["full_ttft_ms"] for r in rows) / median(r["ttft_ms"] for r in rows),
         recomputed=fmean(r["recomputed_tokens"] / max(1, r["recomputed_tokens"] + r["cached_tokens"]) for r in rows),
+        index_tokens=fmean(costs) if costs else None,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 DOCUMENTS = [
     f"Title {i}\nThe keeper of lighthouse {i} is called Number{i}. It stands on a cliff by the sea." for i in range(8)
@@ -135,7 +136,7 @@ def test_edits_change_one_word_of_each_document(questions: Path):
 
 
 def test_random_rows_keep_to_the_ratio(tiny_model):
-    from kvbench.arms import RandomRepair
+    from kvbench.controls import RandomRepair
 
     from kvboost_rag import GenerationParams, KVBoost
 
@@ -154,13 +155,42 @@ def test_random_rows_keep_to_the_ratio(tiny_model):
     assert results[0].repair.rows == results[1].repair.rows != results[2].repair.rows
 
 
+def test_the_oracle_takes_what_differs_and_is_looked_at_and_leaves_the_buffer_as_it_was(tiny_model):
+    """Alone in front, a document's KV is what full prefill gives: no row of it is worth recomputing."""
+    from kvbench.controls import OracleRepair
+
+    from kvboost_rag import GenerationParams, KVBoost
+    from kvboost_rag.config import EncodingConfig
+
+    chosen = []
+
+    class Watching(OracleRepair):
+        def plan(self, context):
+            before = context.buffer.read(*context.documents[-1])
+            made = super().plan(context)
+            after = context.buffer.read(*context.documents[-1])
+            assert all(map(torch.equal, before.keys + before.values, after.keys + after.values))
+            chosen.append((made.row_plan.rows, context.documents, context.fresh_rows))
+            return made
+
+    with KVBoost(tiny_model("llama"), encoding=EncodingConfig(anchor=""), profile=None) as engine:
+        prompt, params = "\n\n".join([*DOCUMENTS, "who?"]), GenerationParams(max_new_tokens=1)
+        config = {"repair": Watching(), "recompute_ratio": 0.3, "strict": True}
+        engine.generate(prompt, documents=DOCUMENTS, params=params, **config)
+    ((rows, documents, fresh),) = chosen
+    rows = rows[~torch.isin(rows, fresh)]
+    assert len(rows) == round(0.3 * sum(end - start for start, end in documents))
+    assert not ((rows > documents[0][0]) & (rows < documents[0][1])).any()
+
+
 def test_every_arm_runs_and_a_run_can_be_continued(tiny_model, questions: Path, tmp_path: Path, monkeypatch, capsys):
     import quality
     from kvbench import runner
     from kvbench.arms import ABLATIONS, MAIN
 
     loaded = tiny_model("llama", num_hidden_layers=4)
-    monkeypatch.setattr(runner, "load_model", lambda model, dtype: loaded)
+    rounded = tiny_model("llama", num_hidden_layers=4, dtype=torch.bfloat16)
+    monkeypatch.setattr(runner, "load_model", lambda model, dtype: rounded if dtype == "bfloat16" else loaded)
     monkeypatch.setattr(quality, "load_embedder", lambda: letter_counts)
     out = tmp_path / "quality.jsonl"
     arms = ["main", *ABLATIONS]
@@ -173,6 +203,8 @@ def test_every_arm_runs_and_a_run_can_be_continued(tiny_model, questions: Path, 
     assert len(rows) == len(expected)
     by_arm = {row["arm"]: row for row in rows}
     assert by_arm["none, 0 neighbours"]["recomputed_tokens"] == 0
+    once, twice = (by_arm[f"none, 4 neighbours{more}"]["index_tokens"] for more in ("", ", 2 contexts"))
+    assert 1.5 < once < twice
     assert by_arm["none, 0 neighbours"]["kl_first"] != by_arm["none, 4 neighbours"]["kl_first"]
     assert by_arm["none, 0 neighbours, anchor none"]["kl_first"] != by_arm["none, 0 neighbours"]["kl_first"]
     quality.main()

@@ -53,17 +53,19 @@ def test_lines_are_the_suites_and_only_missing_ones_are_measured(
 
 
 def test_the_same_model_twice_does_not_differ(tiny_model: Any, questions: Path) -> None:
-    import rounding
     from kvbench.cases import from_file
+    from kvbench.rounded import rounded_row
 
     from kvboost_rag import KVBoost
+    from kvboost_rag.measure.calibrate import reference_answer
     from kvboost_rag.stores import MemoryStore
 
     engines = [
         KVBoost(tiny_model("llama", max_position_embeddings=4096), store=MemoryStore(1 << 20), profile=None)
         for _ in range(2)
     ]
-    line = rounding.measure(*engines, from_file(questions, 1)[0], 4)
+    case = from_file(questions, 1)[0]
+    line = rounded_row(engines[1], case, reference_answer(engines[0], case, 4), 4)
     assert line["identical"]
     assert line["agreement"] == 1
     assert line["kl_first"] == line["kl_mean"] == 0
