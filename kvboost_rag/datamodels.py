@@ -44,11 +44,13 @@ class TextSpan:
     """A typed piece of the prompt's text, before tokenisation. The spans joined are the prompt, byte for byte.
 
     `key` is what the matched text was registered under (`KnownTexts.add`); None for text that is no known document.
+    A document that is not `whole` cuts a word, or is a part of one that does: it is not reused there.
     """
 
     kind: SegmentKind
     text: str
     key: str | None = None
+    whole: bool = True
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _rendered(
     if isinstance(prompt, str):
         return prompt, None
     text = tokens.render(prompt, **template)
-    return text, TemplateText(text, prompt, template, tokens.control_texts)
+    return text, TemplateText(text, prompt, template, tokens)
 
 
 def _as_it_is(record: ChunkRecord) -> ChunkRecord:

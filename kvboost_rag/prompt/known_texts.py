@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from kvboost_rag.prompt.text_search import WIDTHS, Bucket, Search, width_of
 
@@ -25,11 +26,16 @@ def canonical_text(text: str) -> str:
 
 @dataclass(frozen=True)
 class Match:
-    """`prompt[start:end]` is a known text, registered under `key`."""
+    """`prompt[start:end]` is a known text, registered under `key`.
+
+    Attributes:
+        whole: False for one (or a part of one) that cuts a word: a document's text, but not to be reused there.
+    """
 
     start: int
     end: int
     key: str | None
+    whole: bool = True
 
 
 class KnownTexts:
@@ -101,16 +107,19 @@ class KnownTexts:
     def find(self, prompt: str, extra: KnownTexts | None = None) -> list[Match]:
         """Known texts in `prompt`, in order of place, none overlapping another.
 
-        The longest text wins wherever texts overlap, over the whole prompt; of two equally long ones the left.
+        Texts begin and end at word boundaries, or long ones side by side. The longest wins wherever they overlap, over
+        the whole prompt; of two equally long ones the left.
 
         Args:
             extra: further texts to look for, for this call only. A text known here keeps its key.
         """
         sources = [self] if extra is None else [self, extra]
         with self._lock:
-            search = Search(prompt, [source._buckets for source in sources])
-            spans = list(search.run())
-            return [Match(start, end, self._key_of(prompt[start:end], sources)) for start, end in spans]
+            spans, parts = Search(prompt, [source._buckets for source in sources]).run()
+            matches = [Match(start, end, self._key_of(prompt[start:end], sources)) for start, end in spans]
+            return sorted(
+                [*matches, *(Match(start, end, None, whole=False) for start, end in parts)], key=attrgetter("start")
+            )
 
     def _key_of(self, text: str, sources: Sequence[KnownTexts]) -> str | None:
         return next(source._keys[text] for source in sources if text in source._keys)

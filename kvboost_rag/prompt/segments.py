@@ -37,7 +37,7 @@ def split_prompt(
         known: texts of indexed documents.
         extra_texts: texts of documents given with this call. They are looked for as well, and that is all: a text
             that does not stand in the prompt changes nothing. Empty ones are passed over.
-        template: of a rendered prompt, what the chat template wrote: no document is found across its control tokens.
+        template: of a rendered prompt, what the chat template wrote: no document is found in it.
 
     Returns:
         Spans that joined are `prompt`, none empty: `prefix` before the first document, `document`s with their key
@@ -48,15 +48,19 @@ def split_prompt(
         TypeError, ValueError: the prompt is not text or empty, or an extra text is not text.
     """
     check_prompt(prompt)
-    matches = known.find(prompt, extra=_as_known(extra_texts))
-    if template is not None:
-        matches = [match for match in matches if not template.breaks(match)]
+    extra = _as_known(extra_texts)
+    if not known and extra is None:
+        matches = []
+    elif template is None:
+        matches = known.find(prompt, extra)
+    else:
+        matches = template.find(known, extra)
     spans: list[TextSpan] = []
     done = 0
     for match in matches:
         between = SegmentKind.TEXT if spans else SegmentKind.PREFIX
         spans.append(TextSpan(between, prompt[done : match.start]))
-        spans.append(TextSpan(SegmentKind.DOCUMENT, prompt[match.start : match.end], match.key))
+        spans.append(TextSpan(SegmentKind.DOCUMENT, prompt[match.start : match.end], match.key, match.whole))
         done = match.end
     spans.append(TextSpan(SegmentKind.SUFFIX, prompt[done:]))
     return [span for span in spans if span.text]

@@ -12,11 +12,13 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvboost_rag.prompt.word_boundaries import inside_word
+
 WIDTHS = (32, 16, 4, 1)
 """A text is indexed under as many first characters as the widest of these that it is long enough for."""
 
 MIN_FREE_CHARS = 16
-"""A shorter text only matches at word boundaries: a document `art` is not looked for inside `party`."""
+"""A shorter text never begins or ends inside a word, not even beside another one."""
 
 
 @dataclass
@@ -56,8 +58,29 @@ class Search:
     def __init__(self, prompt: str, sources: Sequence[dict[int, dict[str, Bucket]]]) -> None:
         self.prompt = prompt
         self.indexes = [(width, source[width]) for width in WIDTHS for source in sources if source[width]]
+        self._allowed: set[int] | None = None  # places inside words where long texts may begin and end; None: all
 
-    def run(self) -> Iterator[tuple[int, int]]:
+    def run(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The longest texts that begin and end at word boundaries, or where another one ends and begins.
+
+        Whether a text has such a neighbour shows only when all are found: they are looked for without regard to words,
+        and once more, nearly never, where some turn out to stand inside a word alone. Each time fewer places are
+        allowed.
+
+        Returns:
+            Their places, and those of texts, or what is left of them, that stand in part of a word; both ascending.
+        """
+        first: list[tuple[int, int]] | None = None
+        while True:
+            taken = self._greedy()
+            first = taken if first is None else first
+            kept = self._in_whole_words(taken)
+            if len(kept) == len(taken):
+                return taken, [] if taken is first else list(_outside(first, taken))
+            edges = {edge for span in kept for edge in span}
+            self._allowed = edges if self._allowed is None else self._allowed & edges
+
+    def _greedy(self) -> list[tuple[int, int]]:
         """Greedy by length: each place offers its longest text, and a shorter one after it lost to a neighbour."""
         queue = [(-end + start, start) for start, end in self._offers(self._starts())]
         heapq.heapify(queue)
@@ -73,17 +96,36 @@ class Search:
                     heapq.heappush(queue, (start - shorter_end, start))
                 continue
             insort(taken, (start, end))
-        yield from taken
+        return taken
+
+    def _in_whole_words(self, taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of `taken` whose edges lie inside no word, or on the edge of another one of them."""
+        while True:
+            starts, ends = {start for start, _ in taken}, {end for _, end in taken}
+            kept = [
+                (start, end)
+                for start, end in taken
+                if (start in ends or not inside_word(self.prompt, start))
+                and (end in starts or not inside_word(self.prompt, end))
+            ]
+            if len(kept) == len(taken):
+                return kept
+            taken = kept
 
     def _starts(self) -> Iterable[int]:
         """Places where some text's first characters stand, each once."""
         starts: set[int] = set()
         prompt = self.prompt
         for width, index in self.indexes:
-            free = width >= MIN_FREE_CHARS
             places = range(len(prompt) - width + 1)
-            starts.update(i for i in places if prompt[i : i + width] in index and (free or not _inside_word(prompt, i)))
+            starts.update(i for i in places if prompt[i : i + width] in index and self._may_cut(i, width))
         return starts
+
+    def _may_cut(self, at: int, num_chars: int) -> bool:
+        """Whether a text of so many characters may begin or end here."""
+        if num_chars >= MIN_FREE_CHARS and (self._allowed is None or at in self._allowed):
+            return True
+        return not inside_word(self.prompt, at)
 
     def _offers(self, starts: Iterable[int], limit: int | None = None) -> Iterator[tuple[int, int]]:
         for start in starts:
@@ -99,22 +141,23 @@ class Search:
                 continue
             head = self.prompt[start : start + min(limit, bucket.max_chars)]
             while text := bucket.longest_prefix(head):
-                if len(text) >= MIN_FREE_CHARS or self._at_word_boundaries(start, start + len(text)):
+                if self._may_cut(start, len(text)) and self._may_cut(start + len(text), len(text)):
                     best = max(best, len(text))
                     break
                 head = head[: len(text) - 1]
         return best
 
-    def _at_word_boundaries(self, start: int, end: int) -> bool:
-        return not (_inside_word(self.prompt, start) or _inside_word(self.prompt, end))
 
-
-def _inside_word(prompt: str, at: int) -> bool:
-    return 0 < at < len(prompt) and _is_word(prompt[at - 1]) and _is_word(prompt[at])
-
-
-def _is_word(char: str) -> bool:
-    return char == "_" or char.isalnum()
+def _outside(spans: Sequence[tuple[int, int]], taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What of `spans` none of `taken` covers; all ascending."""
+    for start, end in spans:
+        for low, high in taken:
+            if low < end and start < high:
+                if start < low:
+                    yield start, low
+                start = high
+        if start < end:
+            yield start, end
 
 
 def width_of(text: str) -> int:

@@ -93,7 +93,7 @@ class PromptTokens:
         found: list[tuple[TextSpan, Run]] = []
         done = 0
         for span, (low, high) in zip(spans, places, strict=True):
-            chunk = self.document_ids(span.text) if span.kind is SegmentKind.DOCUMENT else ()
+            chunk = self.document_ids(span.text) if span.kind is SegmentKind.DOCUMENT and span.whole else ()
             if len(chunk) >= max(1, self._min_chunk_tokens):
                 runs = runs_of(chunk, ids, max(low, done), high)
                 found += [(span, run) for run in runs]

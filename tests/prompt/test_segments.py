@@ -1,6 +1,8 @@
 """Finding documents in prompts: the fast search against an obvious one, and the spans that come of it."""
 
 import threading
+import unicodedata
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -21,32 +23,64 @@ def known_of(*texts):
     return known
 
 
+def whole(matches):
+    return [(m.start, m.end) for m in matches if m.whole]
+
+
 def kinds_and_texts(spans):
     return [(span.kind, span.text) for span in spans]
 
 
+def obvious_inside_word(prompt, at):
+    if not 0 < at < len(prompt):
+        return False
+    left, right = prompt[at - 1 : at + 1]
+    if right == "\u0301" or (left, right) == ("\r", "\n"):
+        return True  # one character
+    spaceless = "灯塔"
+    return all(c == "_" or unicodedata.category(c)[0] in "LNM" for c in (left, right)) and not (
+        left in spaceless or right in spaceless
+    )
+
+
 def obvious_find(prompt, texts):
-    """Every text at every place, longest first, leftmost first, unless something is there already."""
+    """Every text at every place, longest first, leftmost first, unless something is there already; over and over
+    without the places inside words at which nothing began where something ended.
+    """
+    allowed = set(range(len(prompt) + 1))
+    while True:
+        taken = obvious_greedy(prompt, {canonical_text(t) for t in texts} - {""}, allowed)
+        kept = list(taken)
+        while alone := [m for m in kept if any(obvious_inside_word(prompt, e) and not shared(e, kept) for e in m)]:
+            kept = [m for m in kept if m not in alone]
+        if kept == taken:
+            return sorted(taken)
+        allowed &= {edge for match in kept for edge in match}
 
-    def inside_word(at):
-        return 0 < at < len(prompt) and all(c == "_" or c.isalnum() for c in prompt[at - 1 : at + 1])
 
+def shared(edge, matches):
+    return any(start == edge for start, _ in matches) and any(end == edge for _, end in matches)
+
+
+def obvious_greedy(prompt, texts, allowed):
     candidates = []
-    for text in {canonical_text(t) for t in texts} - {""}:
+    for text in texts:
         for start in range(len(prompt)):
-            end = start + len(text)
-            free = len(text) >= 16 or not (inside_word(start) or inside_word(end))
-            if prompt.startswith(text, start) and free:
-                candidates.append((start, end))
+            edges = (start, start + len(text))
+            inside = {edge for edge in edges if obvious_inside_word(prompt, edge)}
+            if prompt.startswith(text, start) and (not inside or (len(text) >= 16 and inside <= allowed)):
+                candidates.append(edges)
     taken = []
     for start, end in sorted(candidates, key=lambda c: (c[0] - c[1], c[0])):
         if all(end <= a or b <= start for a, b in taken):
             taken.append((start, end))
-    return sorted(taken)
+    return taken
 
 
 # Few letters and long repeats, so that nesting, overlap and shared beginnings of every index width happen.
-words = st.sampled_from(["ab", "a ", "b", "é", "e\u0301", "\r\n", "🙂", "_", "ab" * 9, "ba " * 6, "aab" * 13, "."])
+words = st.sampled_from(
+    ["ab", "a ", "b", "é", "e\u0301", "\r\n", "🙂", "_", "ab" * 9, "ba " * 6, "aab" * 13, ".", "灯塔"]
+)
 phrases = st.lists(words, max_size=8).map("".join)
 
 
@@ -58,7 +92,11 @@ def test_find_equals_the_obvious_search(texts, extra, glue, data):
     prompt = glue + data.draw(st.sampled_from(["", " ", "a"])).join(picked)
     more = known_of(*[text for text in extra if canonical_text(text)])
     found = known_of(*usable).find(prompt, extra=more)
-    assert [(m.start, m.end) for m in found] == obvious_find(prompt, usable + extra)
+    assert whole(found) == obvious_find(prompt, usable + extra)
+    assert all(left.end <= right.start for left, right in pairwise(found))
+    unbound = obvious_greedy(prompt, {canonical_text(t) for t in usable + extra} - {""}, set(range(len(prompt) + 1)))
+    covered = {i for m in found for i in range(m.start, m.end)}
+    assert covered >= {i for start, end in unbound for i in range(start, end)}, "protected even inside words"
 
 
 @settings(max_examples=150, deadline=None)
@@ -70,7 +108,7 @@ def test_find_after_removal_equals_never_having_known(texts, gone, prompt):
         assert known.remove(f"key{i}") == (i < len(usable))
     kept = [text for i, text in enumerate(usable) if i not in gone]
     assert len(known) == len(kept)
-    assert [(m.start, m.end) for m in known.find("".join(prompt))] == obvious_find("".join(prompt), kept)
+    assert whole(known.find("".join(prompt))) == obvious_find("".join(prompt), kept)
 
 
 def test_thousands_behind_one_header_and_a_text_shorter_than_every_width():
@@ -85,6 +123,52 @@ def test_short_text_only_at_word_boundaries():
     known = known_of("art")
     assert known.find("party of artists, smart") == []
     assert known.find("modern art.") == [Match(7, 10, "key0")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        ("", "", True),
+        ("says: ", " ", True),
+        ("(", ").", True),
+        ("x", " ", False),
+        ("", "s", False),
+        ("", "_7", False),
+        ("", "7", False),
+        ("", "ен", False),
+        ("说", "是", True),  # scripts without spaces between words
+        ("ที่", "ไทย", True),
+        ("は", "ト", True),
+        ("ភា", "သာ", True),
+        ("", "\u0301", False),  # a part of the character
+        ("", "\u200d", False),
+    ],
+)
+def test_long_texts_begin_and_end_at_word_boundaries_too(before, after, found):
+    text = "harbour of Valparaíso, rebuilt after 1906"
+    known = known_of(text)
+    wanted = [Match(len(before), len(before) + len(text), "key0")] if found else []
+    assert [m for m in known.find(before + text + after) if m.whole] == wanted
+
+
+def keys_found(known, prompt):
+    return [match.key for match in known.find(prompt) if match.whole]
+
+
+def test_texts_side_by_side_need_no_boundary_between_them():
+    one, two, three = "first of the three texts", "second of the three texts", "third of the three texts"
+    known = known_of(one, two, three)
+    assert keys_found(known, f"{one}{two}{three}") == ["key0", "key1", "key2"]
+    assert keys_found(known, f"{one}{two}{three}s") == []
+    assert keys_found(known, f"{one}{two}s {three}") == ["key2"]
+
+
+def test_a_text_inside_a_word_hides_nothing():
+    known = known_of("the keeper of the lighthouse", "keeper of the lighthouse was Marta", "keeper of the light")
+    assert keys_found(known, "the keeper of the lighthouses") == []
+    assert keys_found(known, "at the keeper of the lighthouse was Martas") == ["key0"]
+    assert keys_found(known_of("ab cd ef gh ij kl mn", "ab cd ef gh ij k"), "ab cd ef gh ij kl mno") == []
+    assert keys_found(known_of("ab cd ef gh ij kl mn", "ab cd ef gh ij"), "ab cd ef gh ij kl mno") == ["key1"]
 
 
 def test_a_short_text_that_ends_inside_a_word_gives_way_to_a_shorter_one():
