@@ -9,16 +9,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from llama_index.core import Document, Settings, VectorStoreIndex, instrumentation
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.embeddings import BaseEmbedding
+from llama_index.core import Document, Settings, VectorStoreIndex
+from llama_index.core.bridge.pydantic import Field
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.llms.kvboost import KVBoostLLM, KVPrefetchPostprocessor, KVWarm
+from llama_index.llms.kvboost import KVBoostEmbeddings, KVBoostLLM, KVPrefetchPostprocessor, KVWarm
+from llama_index_instrumentation import get_dispatcher
 
 from kvboost_rag.indexing.corpus import pydoc_corpus
-from kvboost_rag.indexing.retrieval import MiniLM
 
 MODULES = ("bisect", "copy", "getpass", "heapq", "sched", "fnmatch")
 QUESTIONS = (
@@ -26,21 +25,6 @@ QUESTIONS = (
     "How can I read a password without echo?",
     "How do I keep a list sorted while inserting into it?",
 )
-
-
-class LocalEmbedding(BaseEmbedding):
-    """all-MiniLM-L6-v2 on this machine; any other embedding of LlamaIndex does as well."""
-
-    _model: MiniLM = PrivateAttr(default_factory=MiniLM)
-
-    def _get_text_embedding(self, text: str) -> list[float]:
-        return [float(value) for value in self._model.embed([text])[0]]
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
 
 
 class LastCall(BaseEventHandler):
@@ -79,9 +63,9 @@ def main() -> None:
     args = parser.parse_args()
 
     llm = KVBoostLLM(model_name=args.model, store=args.store, neighbours=args.neighbours, max_new_tokens=32)
-    Settings.llm, Settings.tokenizer, Settings.embed_model = llm, llm.tokenize, LocalEmbedding()
+    Settings.llm, Settings.tokenizer, Settings.embed_model = llm, llm.tokenize, KVBoostEmbeddings(llm=llm)
     last = LastCall()
-    instrumentation.get_dispatcher().add_event_handler(last)
+    get_dispatcher().add_event_handler(last)
     index = build_index(llm, tuple(args.modules))
     llm.complete("Warm up.", max_new_tokens=2)
 

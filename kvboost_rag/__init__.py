@@ -22,7 +22,9 @@ _EXPORTS = {
 __all__ = ["GenerationParams", "GenerationResult", "KVBoost", "ReuseConfig", "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for there
+
+    def __getattr__(name: str) -> Any:
+        if name in _EXPORTS:
+            return getattr(import_module(_EXPORTS[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

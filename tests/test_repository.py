@@ -227,13 +227,3 @@ def test_readme_is_short_and_soon_shows_code():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) < 250
     assert any(line.startswith("```python") for line in lines[:45])
-
-
-@pytest.mark.model
-def test_readme_code_runs(capsys):
-    text = (ROOT / "README.md").read_text()
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(code.group(1), {})
-    printed = capsys.readouterr().out
-    assert "Marta Lind" in printed.splitlines()[0]
-    assert re.search(r"cached_tokens=[1-9]", printed)

@@ -129,11 +129,10 @@ def _speed(rows: Sequence[Row]) -> list[str]:
     parts = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
         group = [row for row in rows if row["suite"] == suite]
-        machine, command = group[0]["machine"], suite.partition(" ")[0].replace("workload", "workloads")
+        machine, kind = group[0]["machine"], suite.partition(" ")[0].replace("workload", "workloads")
+        command = "make bench-vllm" if kind == "vllm" else f"python benchmarks/ttft.py {kind}"
         parts.append(f"### {suite}\n")
-        parts.append(
-            f"`python benchmarks/ttft.py {command}`; {group[0]['model']} {group[0]['dtype']}; {machine_line(machine)}\n"
-        )
+        parts.append(f"`{command}`; {group[0]['model']} {group[0]['dtype']}; {machine_line(machine)}\n")
         for documents in dict.fromkeys(row["documents"] for row in group):
             same = [row for row in group if row["documents"] == documents]
             parts.append(f"{documents} documents:\n")
