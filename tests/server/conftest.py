@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from kvboost_rag import KVBoost
 from kvboost_rag.observe.metrics import Metrics
 from kvboost_rag.server.app import create_app
 from kvboost_rag.server.settings import ServerSettings
+
+BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
+if BENCHMARKS not in sys.path:  # its scripts are no package: clients are shared with them
+    sys.path.append(BENCHMARKS)
 
 StartServer = Callable[..., LiveServer]
 

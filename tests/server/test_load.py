@@ -2,64 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
-import httpx
 import pytest
-from corpus_texts import document
-from serving_helpers import LiveServer, wait_until
+from kvbench.server_guests import GUESTS
+from kvbench.server_load import Load, LoadError
+from serving_helpers import LiveServer
 
-NUM_CLIENTS, ROUNDS = 64, 3
-PROMPTS = [
-    "Read.\n\n" + "\n\n".join(document((n + i) % 4, 2) for i in range(n % 4)) + f"\n\nQuestion {n}?" for n in range(8)
-]
-
-
-def body(number: int, **more: object) -> dict[str, object]:
-    messages = [{"role": "user", "content": PROMPTS[number % len(PROMPTS)]}]
-    return {"model": "tiny", "messages": messages, "max_tokens": 12, "stream": True} | more
+StartServer = Callable[..., LiveServer]
 
 
 @pytest.mark.slow
-async def test_a_crowd(start_server: Callable[..., LiveServer]):
+async def test_a_crowd(start_server: StartServer):
     server = start_server(max_requests=256)
-    server.engine.warm([document(n, 2) for n in range(4)])
-    url = f"{server.url}/v1/chat/completions"
+    load = Load(server.url, "tiny", streams=16, least=15)
+    await load.run(1.0)
+    assert set(load.visits) == {guest.__name__ for guest in GUESTS}
+    reused = re.search(r"^kvboost_reused_tokens_total (\S+)", server.get("/metrics").text, re.MULTILINE)
+    assert reused is not None
+    assert float(reused.group(1)) > 0
 
-    async def read(client: httpx.AsyncClient, number: int, pause_s: float = 0.0) -> str:
-        text = ""
-        async with client.stream("POST", url, json=body(number)) as response:
-            assert response.status_code == 200
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    text += chunk["choices"][0]["delta"].get("content") or ""
-                    await asyncio.sleep(pause_s)
-        return text
 
-    async def one(client: httpx.AsyncClient, number: int) -> None:
-        kind = number % 8
-        if kind == 0:  # leaves in the middle
-            async with client.stream("POST", url, json=body(number, max_tokens=500)) as response:
-                await anext(response.aiter_lines())
-        elif kind == 1:
-            assert (await client.post(url, content=b"{no json")).status_code == 400
-        elif kind == 2:
-            giant = body(number, messages=[{"role": "user", "content": "word " * 5000}])
-            assert (await client.post(url, json=giant)).status_code == 400
-        else:
-            assert await read(client, number, 0.05 if kind == 3 else 0.0) == alone[number % len(PROMPTS)]
+async def test_a_wrong_answer_is_found(start_server: StartServer):
+    server = start_server(max_requests=256)
+    load = Load(server.url, "tiny", streams=4)
+    await load.run(0.0)
+    load.least = 10
+    load.known = [replace(ask, answer=ask.answer + "?") for ask in load.known]
+    with pytest.raises(LoadError, match="alone it was"):
+        await load.run(0.0)
 
-    limits = httpx.Limits(max_connections=NUM_CLIENTS)
-    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
-        alone = [await read(client, n) for n in range(len(PROMPTS))]
-        for _ in range(ROUNDS):
-            await asyncio.gather(*(one(client, n) for n in range(NUM_CLIENTS)))
-    wait_until(lambda: server.app.state.kvboost.gate.inside == 0)
-    text = server.get("/metrics").text
-    assert 'status="500"' not in text
-    assert 'status="429"' not in text
-    assert "kvboost_requests_waiting 0.0" in text
-    assert "kvboost_requests_running 0.0" in text
+
+async def test_a_busy_server_is_found(start_server: StartServer):
+    server = start_server(max_requests=2)
+    with pytest.raises(LoadError, match="429"):
+        await Load(server.url, "tiny", streams=16, least=4).run(0.0)
+
+
+def test_growth_is_found():
+    load = Load("", "", 1, rss=[(float(second), (500 + second) * 2**20) for second in range(300)])
+    load.check_memory()
+    assert load.faults == ["memory grew from 612 to 770 MiB"]
