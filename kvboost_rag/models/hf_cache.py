@@ -138,6 +138,11 @@ class BufferCache(Cache):
         """Between `begin_rows` and `end_rows`."""
         return self._rows is not None
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that the partial forward computes now; 0 outside of one."""
+        return 0 if self._rows is None else len(self._rows)
+
     def length_for(self, index: int) -> int | torch.Tensor:
         """How many positions stand in front of those that are being computed.
 
@@ -165,6 +170,10 @@ class BufferCache(Cache):
     def narrow_rows(self, rows: torch.Tensor) -> None:
         """From the next layer on, only these rows come."""
         self._rows = rows
+
+    def count_rows(self, num_rows: int) -> None:
+        """Rows of the same plan that went through the layers in forwards of their own."""
+        self.rows_per_layer = [n + num_rows if n else 0 for n in self.rows_per_layer]
 
     def end_rows(self) -> None:
         """Back to appending."""

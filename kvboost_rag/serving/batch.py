@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_rag.forward.packed_forward import packed_forward, same_as_alone
-from kvboost_rag.serving.lanes import Lane, Step
+from kvboost_rag.serving.lanes import PREFILL_CHUNK, Lane, Step
 from kvboost_rag.serving.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,9 @@ MAX_LANES = 16
 """Requests under way at once; more wait in the order in which they came."""
 STEPS_A_TURN = 8
 """Steps after which the worker does what else is queued (documents, comparisons) before it goes on."""
+ROWS_A_STEP = PREFILL_CHUNK
+"""Rows that requests on their way to the first token may compute between two tokens of the others (one forward more,
+if it is longer). They go one after the other: sharing would give each the time of the last."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Batch:
 
     Contract: a request joins at the next step, whatever the others do, and leaves when it is over. One alone runs the
     model's own forward; two or more share one, if the model gave the same logits so when that was tried first.
+    Those that have a token already get their next one after at most `ROWS_A_STEP` rows of those that have none.
     A fault of one request ends that request.
 
     Args:
@@ -93,17 +97,23 @@ class Batch:
     def _drive(self) -> None:
         steps = 0
         while self._waiting or self._lanes:
-            self._admit()
+            self._prepare(admits=steps < STEPS_A_TURN or not self._lanes)
             if not self._lanes:
                 return
             self._step()
             steps += 1
-            if self._lanes and steps >= STEPS_A_TURN and self._worker.again(self._turn):
-                return
+            if self._lanes and steps >= STEPS_A_TURN and not any(lane.is_preparing for lane in self._lanes):
+                # Nothing that other jobs may change is half looked up by now.
+                if self._worker.again(self._turn):
+                    return
+                steps = 0
 
-    def _admit(self) -> None:
-        """Give lanes to those who wait, as long as there are any."""
-        while self._waiting and len(self._lanes) < MAX_LANES:
+    def _prepare(self, admits: bool) -> None:
+        """Bring requests towards their first token, in the order in which they came, until it is others' turn."""
+        spent = 0
+        for lane in list(self._lanes):
+            spent = self._advance(lane, spent)
+        while admits and self._waiting and len(self._lanes) < MAX_LANES and self._may_compute(spent):
             alone = self._waiting[0].alone or any(ticket.alone for ticket in self._lanes.values())
             if self._lanes and alone:
                 return
@@ -111,8 +121,20 @@ class Batch:
             if ticket.future.set_running_or_notify_cancel():
                 lane = Lane(ticket.job, ticket.seeded)
                 self._lanes[lane] = ticket
-                lane.crowded = len(self._lanes) > 1 or bool(self._waiting)
-                self._resume(lane)
+                spent = self._advance(lane, spent)
+
+    def _advance(self, lane: Lane, spent: int) -> int:
+        """Let a lane go on until it waits for its first token; returns the rows that were `spent` since the last step.
+
+        A lane that has just been made counts as preparing.
+        """
+        while lane in self._lanes and lane.is_preparing and self._may_compute(spent):
+            self._resume(lane)
+            spent, lane.rows = spent + lane.rows, 0
+        return spent
+
+    def _may_compute(self, spent: int) -> bool:
+        return spent < ROWS_A_STEP or not any(lane.step for lane in self._lanes)
 
     def _step(self) -> None:
         """One token of each lane that waits for one; memory for those that wait for it."""
@@ -160,6 +182,7 @@ class Batch:
 
     def _resume(self, lane: Lane, answer: Any = None) -> None:
         """Let a lane go on; an end, good or bad, is its request's alone."""
+        lane.crowded = len(self._lanes) > 1 or bool(self._waiting)
         try:
             lane.resume(answer)
         except BaseException as error:

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from kvboost_rag.chunks.served import ServedPrompt
 from kvboost_rag.config import GenerationParams
-from kvboost_rag.forward.row_forward import RowPass, row_forward, row_pass
+from kvboost_rag.forward.row_forward import RowPass, RowPlan, observe_rows, row_forward, row_pass
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 from kvboost_rag.models.unwrap import input_device
 from kvboost_rag.prompt.detokenize import Detokenizer, StopMatcher
 from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.serving.callers import blaming_callers, callables
 from kvboost_rag.serving.generation_settings import call_settings, only_these, replaced_settings
-from kvboost_rag.serving.lanes import PREFILL_CHUNK, is_crowded, stepping
+from kvboost_rag.serving.lanes import PREFILL_CHUNK, breathe, is_crowded, stepping
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +73,16 @@ class Decoder:
         on_text: Callable[[str], None],
         on_token: Callable[[], None],
         cancelled: threading.Event,
-    ) -> tuple[Decoded, RowPass | None]:
+    ) -> tuple[Decoded, torch.Tensor | None]:
         """Generate the answer to a prompt that is prepared.
 
         Args:
             on_text: gets each piece of text as soon as no stop string can begin in it.
             on_token: called after each token.
             cancelled: checked after each token.
+
+        Returns:
+            The answer, and the positions that were computed to the end, `[num_rows]`; None without a repair plan.
         """
         settings = call_settings(self.model, params, self._end_ids(params))
         watch = _Watch(self.tokens, settings.stop, self._end_ids(params), (on_text, on_token), cancelled)
@@ -92,14 +95,18 @@ class Decoder:
             kwargs[cache_argument(self.model)] = prompt.cache
         ids = prompt_tensor(self.model, prompt.token_ids)
         own = (*settings.criteria, *callables(settings.objects))
+        earlier, last = self._begin_rows(prompt, ids)
         with (
-            self._final_pass(prompt, ids) as rows,
+            self._final_pass(prompt, ids, last) as final,
             _seeded(params.seed, input_device(self.model)),
             only_these(model, settings.config),
             blaming_callers(self.model, own),
         ):
             model.generate(ids[None], attention_mask=torch.ones_like(ids)[None], **kwargs)
-        return watch.finish(params.max_new_tokens), rows
+        if prompt.cache is None or final is None:
+            return watch.finish(params.max_new_tokens), None
+        prompt.cache.count_rows(sum(map(len, earlier)))
+        return watch.finish(params.max_new_tokens), torch.cat([*earlier, final.rows])
 
     @torch.no_grad()
     def score(self, prompt: ServedPrompt, continuation: Sequence[int]) -> torch.Tensor:
@@ -121,12 +128,34 @@ class Decoder:
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _final_pass(self, prompt: ServedPrompt, ids: torch.Tensor) -> AbstractContextManager[RowPass | None]:
-        """Makes `generate`'s first forward the partial one, so that no forward is spent on getting started."""
+    def _begin_rows(self, prompt: ServedPrompt, ids: torch.Tensor) -> tuple[list[torch.Tensor], RowPlan | None]:
+        """While others wait, compute a long plan's rows piece by piece, all but the last piece.
+
+        A piece sees fresh KV in front of it, as it would in one forward. Rows that are dropped on the way are chosen
+        among all of them, so such a plan stays whole.
+
+        Returns:
+            The rows that were computed, and what is left to do.
+        """
         if prompt.cache is None or prompt.plan is None:
+            return [], None
+        plan = prompt.plan.row_plan
+        if plan.watcher is not None or not is_crowded():
+            return [], plan
+        *earlier, last = plan.rows.split(PREFILL_CHUNK)
+        for rows in earlier:
+            observe_rows(self.model, prompt.cache.buffer, ids, RowPlan(rows))
+            breathe(len(rows))
+        return earlier, RowPlan(last)
+
+    def _final_pass(
+        self, prompt: ServedPrompt, ids: torch.Tensor, plan: RowPlan | None
+    ) -> AbstractContextManager[RowPass | None]:
+        """Makes `generate`'s first forward the partial one, so that no forward is spent on getting started."""
+        if prompt.cache is None or plan is None:
             return nullcontext()
         prompt.cache.buffer.length = len(ids) - 1
-        return row_pass(self.model, prompt.cache, ids, prompt.plan.row_plan)
+        return row_pass(self.model, prompt.cache, ids, plan)
 
     def _end_ids(self, params: GenerationParams) -> tuple[int, ...]:
         return tuple(dict.fromkeys((*self.eos_token_ids, *params.stop_token_ids)))

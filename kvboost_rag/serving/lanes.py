@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 
 PREFILL_CHUNK = 512
-"""Tokens of a plain prefill after which others have a turn."""
+"""Rows (tokens of a prefill, of a repair) that one forward computes at most while others wait."""
 
 _OUTPUT_CACHE = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
 """What transformers calls it: since 5.24 `cache`."""
@@ -64,10 +64,11 @@ class Lane:
         seeded: whether it draws random numbers from a seed of its own: its generator's state is then kept apart.
 
     Attributes:
-        step: what it waits for, None where it waits for memory only.
+        step: the token that it waits for, None where it waits for memory or for its turn to go on preparing.
         tokens: positions that it holds memory for.
         wanted: positions that it waits for memory for.
-        crowded: whether there were others when it began.
+        rows: that it computed on its way to the first token; whoever drives it takes them off.
+        crowded: whether there were others when it went on last.
     """
 
     def __init__(self, job: Callable[[], None], seeded: bool = False) -> None:
@@ -78,11 +79,17 @@ class Lane:
         self.step: Step | None = None
         self.tokens = 0
         self.wanted = 0
+        self.rows = 0
         self.crowded = False
 
     @property
     def is_over(self) -> bool:
         return bool(self._greenlet.dead)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Has begun, and could go on towards its first token at once."""
+        return self.step is None and not self.wanted and not self.is_over
 
     def resume(self, answer: Any = None) -> None:
         """Run until it rests or is over. An exception as the answer is raised where it waits.
@@ -139,8 +146,20 @@ def reserve(num_tokens: int) -> None:
         lane.rest()
 
 
+def breathe(num_rows: int) -> None:
+    """In a lane, after a forward over so many rows: let others go on if it is their turn; elsewhere nothing.
+
+    Called where nothing is half done: no lock is held and the model has no hooks of a forward that is still to come.
+    """
+    lane = current_lane()
+    if lane is not None:
+        lane.rows += num_rows
+        lane.rest()
+
+
 def stepping(model: PreTrainedModel) -> PreTrainedModel:
-    """The model for `generate`: in a lane one whose forwards of a single token are steps, else the model itself.
+    """The model for `generate`: in a lane one whose forwards of a single token are steps, and which lets others go on
+    after longer ones; else the model itself.
 
     It shares weights, modules and hooks with the model; nothing in the model is changed.
     """
@@ -158,8 +177,14 @@ def stepping(model: PreTrainedModel) -> PreTrainedModel:
         cache = kwargs.get(name)
         ids = kwargs.get("input_ids")
         in_rows = isinstance(cache, BufferCache) and cache.in_row_pass
-        if args or in_rows or cache is None or ids is None or not _length(cache):
+        if in_rows:
+            lane.rows += cache.num_rows
+        if args or in_rows or cache is None or ids is None:
             return forward(*args, **kwargs)
+        if ids.shape[-1] > 1 or not _length(cache):
+            output = forward(**kwargs)
+            breathe(ids.shape[-1])
+            return output
         packable = isinstance(cache, BufferCache) and ids.shape == (1, 1) and _is_plain(kwargs, name)
         return lane.rest(Step(kwargs, cache if packable else None, lambda: forward(**kwargs)))
 

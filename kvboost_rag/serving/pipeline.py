@@ -27,6 +27,7 @@ from kvboost_rag.repair.agreed import agreed
 from kvboost_rag.repair.base import least_ratio
 from kvboost_rag.serving.decode import prompt_tensor
 from kvboost_rag.serving.history import MERGING_TOKENS, past, past_tokens
+from kvboost_rag.serving.lanes import breathe
 from kvboost_rag.serving.requests import Request
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class Pipeline(PlainPrefill):
         self._assemble(prompt, cache.buffer)
         clock.lap("realign_ms")
         plan = agreed(request.strategy.plan(self._context(prompt, cache.buffer, config)), self.fetcher.ranks)
+        breathe(plan.probe_rows)
         clock.lap("repair_ms")
         return replace(
             prompt,
@@ -159,7 +161,10 @@ class Pipeline(PlainPrefill):
         """
         loaded = self.prefixes.load(cache, token_ids, *where)
         clock.lap("load_ms")
-        created = self.prefixes.fill(cache, token_ids, *where)
+        created = 0
+        for computed in self.prefixes.steps(cache, token_ids, *where):
+            created += computed
+            breathe(computed)
         clock.lap("prefix_ms")
         return loaded, created
 
@@ -185,9 +190,12 @@ class Pipeline(PlainPrefill):
                 logger.warning("a donor could not be used, the chunk is encoded whole: %s", error, exc_info=error)
                 made = None
             if made is not None:
+                breathe(made.computed_tokens)
                 return made
         again = choice == "recompute"
-        return replace(self.fetcher.encode(record, again), disk_choice="recompute" if again else None)
+        encoded = self.fetcher.encode(record, again)
+        breathe(len(record.token_ids))
+        return replace(encoded, disk_choice="recompute" if again else None)
 
     def _assemble(self, prompt: ServedPrompt, buffer: KVBuffer) -> None:
         length = len(prompt.token_ids)

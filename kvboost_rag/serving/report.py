@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from kvboost_rag.chunks.fetched import FetchedChunk
 from kvboost_rag.chunks.served import ServedPrompt, ServedSegment
 from kvboost_rag.datamodels import GenerationResult, HitKind, RepairReport, SegmentReport, Usage
-from kvboost_rag.forward.row_forward import RowPass
 from kvboost_rag.observe.timing import StageClock
 from kvboost_rag.serving.decode import Decoded
 
 
-def build_result(prompt: ServedPrompt, rows: RowPass | None, decoded: Decoded, clock: StageClock) -> GenerationResult:
+def build_result(
+    prompt: ServedPrompt, rows: torch.Tensor | None, decoded: Decoded, clock: StageClock
+) -> GenerationResult:
     """The result as callers see it. Holds no tensors.
 
     Args:
-        rows: the final pass, None where there was none.
+        rows: positions that were computed to the end, `[num_rows]`; None where there was no partial forward.
     """
     recomputed = _recomputed_rows(prompt, rows)
     deviations = prompt.plan.deviations() if prompt.plan is not None else None
@@ -35,12 +38,12 @@ def build_result(prompt: ServedPrompt, rows: RowPass | None, decoded: Decoded, c
     )
 
 
-def _recomputed_rows(prompt: ServedPrompt, rows: RowPass | None) -> tuple[int, ...]:
+def _recomputed_rows(prompt: ServedPrompt, rows: torch.Tensor | None) -> tuple[int, ...]:
     """Document rows of the final pass (the prompt's last row counts too if it is a document's)."""
     if rows is None:
         return ()
     spans = [(s.start, s.end) for s in prompt.documents]
-    return tuple(row for row in rows.rows.tolist() if any(a <= row < b for a, b in spans))
+    return tuple(row for row in rows.tolist() if any(a <= row < b for a, b in spans))
 
 
 def _usage(prompt: ServedPrompt, num_recomputed: int, num_output: int) -> Usage:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from architectures import REUSABLE
+from batch_helpers import params, together
 from corpus_texts import document
 from serving_helpers import wait_until
 from transformers import LogitsProcessor
@@ -27,21 +26,6 @@ DOCUMENTS = [document(n, 2) for n in range(4)]
 MakeEngine = Callable[..., KVBoost]
 
 
-class Biased(LogitsProcessor):
-    """No answer ends by itself: end tokens are ruled out."""
-
-    def __init__(self, banned: tuple[int, ...]) -> None:
-        self._banned = list(banned)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        return scores.index_fill(1, torch.tensor(self._banned), float("-inf"))
-
-
-def params(engine: KVBoost, tokens: int, **options: Any) -> GenerationParams:
-    extra = {"logits_processor": [Biased(engine.eos_token_ids)]}
-    return GenerationParams(max_new_tokens=tokens, extra=extra, **options)
-
-
 def prompts(count: int) -> list[str]:
     """Of odd lengths, with documents in other orders, and some without."""
     made = []
@@ -49,26 +33,6 @@ def prompts(count: int) -> list[str]:
         texts = [DOCUMENTS[(n + i) % 4] for i in range(n % 4)]
         made.append("Read.\n\n" + "\n\n".join([*texts, f"Question {'very ' * n}number {n}?"]))
     return made
-
-
-def together(engine: KVBoost, calls: list[dict[str, Any]]) -> list[tuple[int, ...]]:
-    """All at once: held back until everybody is queued."""
-    held, gate = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        gate.wait(60)
-
-    blocked = threading.Thread(target=lambda: engine._parts.worker.call(hold))
-    blocked.start()
-    assert held.wait(20)
-    with ThreadPoolExecutor(len(calls)) as pool:
-        waiting = [pool.submit(lambda call=call: engine.generate(**call)) for call in calls]
-        wait_until(lambda: len(engine._parts.service.batch._waiting) == len(calls))
-        gate.set()
-        results = [f.result(60).token_ids for f in waiting]
-    blocked.join()
-    return results
 
 
 LATENT = {name for name in REUSABLE if "latent" in name}
