@@ -176,10 +176,10 @@ def stepping(model: PreTrainedModel) -> PreTrainedModel:
     def step(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(name)
         ids = kwargs.get("input_ids")
-        in_rows = isinstance(cache, BufferCache) and cache.in_row_pass
-        if in_rows:
+        if isinstance(cache, BufferCache) and cache.in_row_pass:
             lane.rows += cache.num_rows
-        if args or in_rows or cache is None or ids is None:
+            return forward(*args, **kwargs)
+        if args or cache is None or ids is None:
             return forward(*args, **kwargs)
         if ids.shape[-1] > 1 or not _length(cache):
             output = forward(**kwargs)
