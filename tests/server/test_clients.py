@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 from corpus_texts import document
+from node_modules import node_folder
 from serving_helpers import LiveServer, wait_until
 
 DOCUMENTS = [document(n, 2) for n in range(3)]
@@ -169,19 +169,11 @@ def test_litellm(server: LiveServer, monkeypatch: pytest.MonkeyPatch):
 NODE_SCRIPT = Path(__file__).with_name("openai_client.mjs")
 
 
-def node_package() -> str | None:
-    """The folder that holds npm's `openai` (`npm install openai` anywhere; NODE_PATH names it)."""
-    for folder in (os.environ.get("NODE_PATH"), *(str(p / "node_modules") for p in Path(__file__).parents)):
-        if folder and (Path(folder) / "openai").is_dir():
-            return folder
-    return None
-
-
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_npm_openai(server: LiveServer, tmp_path: Path):
-    folder = node_package()
+    folder = node_folder("openai")
     if folder is None:
-        pytest.skip("npm install openai, and NODE_PATH names its node_modules")
+        pytest.skip("no node_modules with openai (scripts/fetch_tools.sh)")
     (tmp_path / "node_modules").symlink_to(folder)
     script = tmp_path / "client.mjs"
     script.write_text(NODE_SCRIPT.read_text())

@@ -15,6 +15,10 @@ kvboost.io/track: {{ index . 1 }}
 {{- if and (not .Values.auth.existingSecret) (not .Values.auth.allowNoKey) }}
 {{- fail "give auth.existingSecret (a Secret with keys.json), or say auth.allowNoKey=true" }}
 {{- end }}
+{{- $alone := and (le (int .Values.warm.shards) 1) (not .Values.statefulSet) }}
+{{- if and .Values.warm.enabled (not $alone) (not .Values.stores.shared) (not .Values.stores.existingSecret) }}
+{{- fail "warm: pods of its own cannot fill volumes of others; give stores.shared, where they leave what they encode" }}
+{{- end }}
 {{- $shared := or (eq .Values.persistence.kind "hostPath") (eq .Values.persistence.accessMode "ReadWriteMany") (eq .Values.persistence.kind "emptyDir") }}
 {{- if and (not .Values.statefulSet) (not $shared) (or .Values.autoscaling.enabled (gt (int .Values.replicas) 1)) }}
 {{- fail "several replicas of a Deployment cannot share a ReadWriteOnce volume: statefulSet=true, or accessMode ReadWriteMany" }}
@@ -84,11 +88,8 @@ spec:
         {{- else }}
         - --allow-no-key
         {{- end }}
-      {{- with $v.env }}
-      env:
-        {{- range $name, $value := . }}
-        - {name: {{ $name }}, value: {{ $value | quote }}}
-        {{- end }}
+      {{- with include "kvboost.environment" $root | trim }}
+      {{- . | nindent 6 }}
       {{- end }}
       ports: [{name: http, containerPort: 8000}]
       securityContext: {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
@@ -112,7 +113,27 @@ spec:
     {{- if $v.auth.existingSecret }}
     - {name: keys, secret: {secretName: {{ $v.auth.existingSecret }}, defaultMode: 288}}
     {{- end }}
-    {{- include "kvboost.volume" (list $root $track) | nindent 4 }}
+    {{- with include "kvboost.volume" (list $root $track) | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{- /* Variables of the server's container and of the warm Job's. */ -}}
+{{- define "kvboost.environment" -}}
+{{- $shared := .Values.stores }}
+{{- $env := dict }}
+{{- range $name, $value := dict "KVBOOST_SHARED_STORE" $shared.shared "AWS_ENDPOINT_URL" $shared.endpoint "AWS_REGION" $shared.region }}
+{{- if $value }}{{ $_ := set $env $name $value }}{{ end }}
+{{- end }}
+{{- with merge (deepCopy .Values.env) $env }}
+env:
+  {{- range $name, $value := . }}
+  - {name: {{ $name }}, value: {{ $value | quote }}}
+  {{- end }}
+{{- end }}
+{{- with $shared.existingSecret }}
+envFrom: [{secretRef: {name: {{ . }}}}]
+{{- end }}
 {{- end }}
 
 {{- define "kvboost.diskBudget" -}}
