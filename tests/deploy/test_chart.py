@@ -176,7 +176,9 @@ def test_a_shared_store_reaches_servers_and_warm_pods(url: str):
     from kvboost_rag.stores.tiers import SHARED_VARIABLE
 
     values = f"stores.shared={url},stores.endpoint=http://s3:9000,stores.region=eu,stores.existingSecret=stores"
-    made = objects(*KEYS, "--set", f"{values},env.KVBOOST_LOG=info,canary.enabled=true,warm.enabled=true,warm.claim=docs")
+    made = objects(
+        *KEYS, "--set", f"{values},env.KVBOOST_LOG=info,canary.enabled=true,warm.enabled=true,warm.claim=docs"
+    )
     workloads = [*of_kind(made, "Deployment"), *of_kind(made, "Job")]
     assert len(workloads) == 3
     for workload in workloads:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from prometheus_client import CollectorRegistry
-from serving_helpers import LiveServer
+from server_processes import COMMAND, StartProcess, is_ready
+from serving_helpers import LiveServer, wait_until
 
 from kvboost_rag import KVBoost
 from kvboost_rag.observe.metrics import Metrics
@@ -28,6 +31,12 @@ if BENCHMARKS not in sys.path:  # its scripts are no package: clients are shared
 StartServer = Callable[..., LiveServer]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @pytest.fixture
 def start_server(make_engine: Callable[..., KVBoost]) -> Iterator[StartServer]:
     """`start_server(keys=…, engine=…)` with fields of `ServerSettings`; stopped at the end."""
@@ -36,10 +45,7 @@ def start_server(make_engine: Callable[..., KVBoost]) -> Iterator[StartServer]:
     def start(engine: KVBoost | None = None, **settings: Any) -> LiveServer:
         registry = CollectorRegistry()
         engine = engine or make_engine(metrics=Metrics("tiny", registry))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        made = ServerSettings(port=port, model_name="tiny", **({"answer_tokens": 8} | settings))
+        made = ServerSettings(port=free_port(), model_name="tiny", **({"answer_tokens": 8} | settings))
         started.append(LiveServer.start(create_app(engine, made, registry), made, engine))
         return started[-1]
 
@@ -52,3 +58,24 @@ def start_server(make_engine: Callable[..., KVBoost]) -> Iterator[StartServer]:
 def server(start_server: StartServer) -> LiveServer:
     """One without keys."""
     return start_server()
+
+
+@pytest.fixture
+def start_process(model_folder: str, tmp_path: Path) -> Iterator[StartProcess]:
+    """`start_process("--drain", "30")` gives a process that is ready, and its address."""
+    made: list[subprocess.Popen[str]] = []
+
+    def run(*options: str) -> tuple[subprocess.Popen[str], str]:
+        port = str(free_port())
+        env = os.environ | {"KVBOOST_CACHE_DIR": str(tmp_path / "cache")}
+        arguments = ("--model", model_folder, "--model-name", "tiny", "--port", port, "--store", str(tmp_path / port))
+        made.append(subprocess.Popen([*COMMAND, *arguments, *options], env=env, text=True, stderr=subprocess.PIPE))
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: is_ready(url) or made[-1].poll() is not None, 120)
+        assert made[-1].poll() is None
+        return made[-1], url
+
+    yield run
+    for process in made:
+        process.kill()
+        process.wait(20)

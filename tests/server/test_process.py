@@ -3,55 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from serving_helpers import wait_until
-
-COMMAND = (sys.executable, "-c", "from kvboost_rag.cli import main; main()", "serve")
-Start = Callable[..., tuple["subprocess.Popen[str]", str]]
-
-
-@pytest.fixture
-def start(model_folder: str, tmp_path: Path) -> Iterator[Start]:
-    """`start("--drain", "30")` gives a process that is ready, and its address."""
-    made: list[subprocess.Popen[str]] = []
-
-    def run(*options: str) -> tuple[subprocess.Popen[str], str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        env = os.environ | {"KVBOOST_CACHE_DIR": str(tmp_path / "cache")}
-        arguments = ("--model", model_folder, "--model-name", "tiny", "--port", port, "--store", str(tmp_path / port))
-        made.append(subprocess.Popen([*COMMAND, *arguments, *options], env=env, text=True, stderr=subprocess.PIPE))
-        url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: is_ready(url) or made[-1].poll() is not None, 120)
-        assert made[-1].poll() is None
-        return made[-1], url
-
-    yield run
-    for process in made:
-        process.kill()
-        process.wait(20)
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready").status_code == 200
-    except httpx.TransportError:
-        return False
+from server_processes import COMMAND, StartProcess, is_ready
 
 
 @pytest.mark.slow
-def test_sigterm_lets_streams_end(start: Start):
-    process, url = start()
+def test_sigterm_lets_streams_end(start_process: StartProcess):
+    process, url = start_process()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "stream": True}
     body["logit_bias"] = {"60": 100}  # so that it does not end by itself
     lines: list[str] = []
@@ -68,10 +31,10 @@ def test_sigterm_lets_streams_end(start: Start):
 
 
 @pytest.mark.slow
-def test_two_populations_beside_each_other(start: Start):
+def test_two_populations_beside_each_other(start_process: StartProcess):
     """A stable and a canary process: what each says of itself is what a router's header asked for."""
-    _, stable = start("--no-enabled")
-    _, canary = start("--enabled")
+    _, stable = start_process("--no-enabled")
+    _, canary = start_process("--enabled")
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     seen = [httpx.post(f"{u}/v1/chat/completions", json=body, timeout=60).headers for u in (stable, canary)]
     assert [h["x-kvboost-enabled"] for h in seen] == ["false", "true"]
