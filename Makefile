@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 
-.PHONY: demo test test-older-transformers vllm test-vllm check format bench bench-vllm setup clean
+.PHONY: demo test test-older-transformers vllm test-vllm check docs format bench bench-vllm setup clean
 
 demo: ## Index a corpus, ask three questions, compare full prefill with reuse
 	@scripts/setup.sh run
@@ -29,6 +29,10 @@ check: ## Linter, formatter and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: ## The documentation as a site, in build/site; any broken link or name is an error
+	@scripts/setup.sh dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: ## Apply what `check` asks for, where it can be applied
 	@scripts/setup.sh dev

@@ -111,7 +111,7 @@ class DocumentIndex:
             Counts summed over the sources.
 
         Raises:
-            What `add` raises.
+            TypeError, ValueError, RuntimeError, StoreError: as `add`.
         """
         ready = ready_sources(sources)
         if self._warmer.fetcher.encoder is None:
