@@ -204,7 +204,8 @@ class SegmentReport:
         disk_choice: what was done about a document that lay on disk only: `load`, or `recompute` where that was
             estimated to be faster (`hit` is `encoded` then, the KV the same bits); None for everything else.
         num_donor_tokens: of a donor hit, the tokens whose KV was the donor's.
-        text: the segment's part of the prompt; never logged.
+        text: of a document its chunk's text; else as in `Segment`. Never logged.
+        token_ids: the segment's part of the prompt; never logged.
     """
 
     kind: SegmentKind
@@ -217,6 +218,7 @@ class SegmentReport:
     disk_choice: DiskChoice | None = None
     num_donor_tokens: int = 0
     text: str = field(default="", repr=False)
+    token_ids: tuple[int, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

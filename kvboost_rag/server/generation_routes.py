@@ -117,7 +117,9 @@ async def _exchange(request: Request, kind: type[Any]) -> Exchange:
         raise as_api_error(error) from error
     wanted_report = request.headers.get(REPORT, "").strip().lower()
     shape_of = ChatShape if kind is ChatBody else TextShape
-    shape = shape_of(body.model, wanted_report, partial(token_text, state.engine.tokenizer))
+    tokenizer = state.engine.tokenizer
+    spell = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    shape = shape_of(body.model, wanted_report, partial(token_text, tokenizer), spell)
     watch = RequestWatch(state.telemetry, request.url.path, choice)
     return Exchange(state, tenant, choice, body, shape, calls, watch, deadline)
 

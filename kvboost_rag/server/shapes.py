@@ -19,6 +19,8 @@ from kvboost_rag.server.processors import TokenLogprob
 
 Decode = Callable[[int], tuple[str, bytes]]
 """Token id to text and bytes (`token_text`)."""
+Spell = Callable[[Sequence[int]], str]
+"""Token ids to the text that they are together."""
 
 
 def usage(results: Sequence[GenerationResult], per_prompt: int = 1) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def usage(results: Sequence[GenerationResult], per_prompt: int = 1) -> dict[str,
     }
 
 
-def report(result: GenerationResult, with_text: bool = False) -> dict[str, Any]:
+def report(result: GenerationResult, spell: Spell | None = None) -> dict[str, Any]:
     """What `x-kvboost-report` asks for: how each segment was served (`text`: and what it says), repair, stage times."""
     segments = [
         {
@@ -46,7 +48,7 @@ def report(result: GenerationResult, with_text: bool = False) -> dict[str, Any]:
             "start": s.start,
             "num_tokens": s.num_tokens,
             "num_recomputed_tokens": s.num_recomputed_tokens,
-            **({"text": s.text} if with_text else {}),
+            **({"text": spell(s.token_ids)} if spell is not None else {}),
         }
         for s in result.segments
     ]
@@ -61,11 +63,13 @@ class Shape(ABC):
         model: name that the client asked for.
         wanted_report: header `x-kvboost-report`: our report goes with the end of each answer (`true`, `text`) or not.
         decode: token id to text and bytes, for log probabilities.
+        spell: token ids to text, for reports.
     """
 
     model: str
     wanted_report: str
     decode: Decode
+    spell: Spell
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -92,7 +96,7 @@ class Shape(ABC):
     def reported(self, chunk: dict[str, Any], piece: Piece) -> dict[str, Any]:
         if piece.result is None or self.wanted_report not in ("1", "true", "text"):
             return chunk
-        return chunk | {"kvboost": report(piece.result, self.wanted_report == "text")}
+        return chunk | {"kvboost": report(piece.result, self.spell if self.wanted_report == "text" else None)}
 
 
 class ChatShape(Shape):

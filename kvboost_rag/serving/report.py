@@ -82,6 +82,7 @@ def _segment(served: ServedSegment, recomputed: tuple[int, ...], deviation: floa
         disk_choice=served.chunk.disk_choice if served.chunk is not None else None,
         num_donor_tokens=_donor_tokens(served.chunk),
         text=served.segment.text,
+        token_ids=served.segment.token_ids,
     )
 
 

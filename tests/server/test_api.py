@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from batch_helpers import held_back
 from corpus_texts import document
 from serving_helpers import LiveServer, wait_until
 
@@ -370,6 +371,16 @@ def test_a_deadline_is_an_error_in_the_stream(server: LiveServer):
     assert events(late)[-1]["error"]["code"] == "deadline_exceeded"
     whole = server.chat(max_tokens=1500, logit_bias=endless(server), headers={"x-kvboost-deadline-ms": "300"})
     assert whole.status_code == 504
+
+
+def test_a_deadline_passes_while_a_request_waits(server: LiveServer):
+    with held_back(server.engine):
+        for stream in (False, True):
+            late = server.chat(stream=stream, headers={"x-kvboost-deadline-ms": "200"})
+            assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+    wait_until(lambda: server.app.state.kvboost.gate.inside == 0)
+    assert server.engine.stats().requests == 0  # nobody waits for them any more
+    assert server.chat().status_code == 200
 
 
 def test_a_fault_in_the_middle_is_an_error_in_the_stream(server: LiveServer, monkeypatch: pytest.MonkeyPatch):

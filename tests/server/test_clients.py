@@ -77,6 +77,20 @@ def test_openai_tools_and_structured_output(server: LiveServer, client: Any):
     assert isinstance(parsed.choices[0].message.parsed, City)
 
 
+def test_openai_json_object(server: LiveServer, client: Any):
+    """A random model, pushed towards an early end, gives an object; streamed it is the same."""
+    (end,) = server.engine.tokenizer.encode("}", add_special_tokens=False)
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "An object, please."}], "max_tokens": 60}
+    form = {"response_format": {"type": "json_object"}, "logit_bias": {str(end): 100}}
+    free = client.chat.completions.create(**asked)
+    answer = client.chat.completions.create(**asked, **form)
+    assert not (free.choices[0].message.content or "").strip().startswith("{")
+    assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+    assert answer.choices[0].finish_reason == "stop"
+    chunks = list(client.chat.completions.create(**asked, **form, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == answer.choices[0].message.content
+
+
 def test_openai_errors_are_its_own_classes(client: Any):
     import openai
 
