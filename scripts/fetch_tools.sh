@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Programs that some tests use and that no Python package brings: Helm and npm packages, promtool. What is not to be
-# had is left out, and its tests skip. Nothing is installed into the system.
+# Programs that some tests use and that no Python package brings: Helm and npm packages, promtool, Chromium. What is not
+# to be had is left out, and its tests skip. Nothing is installed into the system.
 #
 # usage: eval "$(scripts/fetch_tools.sh FOLDER)"        prints the variables that tests look at
 set -uo pipefail
@@ -20,12 +20,28 @@ npm_packages() { # validators of custom resources, the openai client for node, a
     echo "export HELM='$PWD/layer/helm/helm'"
 }
 
-promtool() {
+alert_checker() { # promtool
     command -v promtool > /dev/null && return
     command -v apt-get > /dev/null || return 1
-    apt-get -qq update >&2 && timeout 120 apt-get -qq download prometheus >&2 && dpkg -x prometheus_*.deb . || return 1
+    timeout 120 apt-get -qq download prometheus >&2 && dpkg -x prometheus_*.deb . || return 1
     echo "export PATH='$PWD/usr/bin':\$PATH"
 }
 
+browser() { # with the libraries that it needs and the system lacks, unpacked beside it
+    command -v chromium google-chrome > /dev/null && return
+    command -v apt-get > /dev/null || return 1
+    mkdir -p debs/partial bin
+    timeout 120 apt-get -qq -y --no-install-recommends --download-only -o Dir::Cache::archives="$PWD/debs" \
+        install chromium >&2 || return 1
+    for package in debs/*.deb; do dpkg -x "$package" . || return 1; done
+    printf '#!/bin/sh\nLD_LIBRARY_PATH="%s" exec "%s" "$@"\n' \
+        "$PWD/usr/lib/x86_64-linux-gnu:$PWD/lib/x86_64-linux-gnu" "$PWD/usr/lib/chromium/chromium" > bin/chromium
+    chmod +x bin/chromium
+    timeout 60 bin/chromium --headless=new --no-sandbox --disable-gpu --dump-dom about:blank > /dev/null 2>&1 || return 1
+    echo "export PATH='$PWD/bin':\$PATH"
+}
+
 npm_packages || echo "no npm packages: tests of the chart and of node's client skip" >&2
-promtool || echo "no promtool: its test skips" >&2
+command -v apt-get > /dev/null && apt-get -qq update >&2
+alert_checker || echo "no promtool: its test skips" >&2
+browser || echo "no Chromium: tests of the server's page skip" >&2
