@@ -33,9 +33,10 @@ browser() { # with the libraries that it needs and the system lacks, unpacked be
     mkdir -p debs/partial bin
     timeout 120 apt-get -qq -y --no-install-recommends --download-only -o Dir::Cache::archives="$PWD/debs" \
         install chromium >&2 || return 1
-    for package in debs/*.deb; do dpkg -x "$package" . || return 1; done
+    for package in debs/*.deb; do dpkg -x "$package" browser || return 1; done
     printf '#!/bin/sh\nLD_LIBRARY_PATH="%s" exec "%s" "$@"\n' \
-        "$PWD/usr/lib/x86_64-linux-gnu:$PWD/lib/x86_64-linux-gnu" "$PWD/usr/lib/chromium/chromium" > bin/chromium
+        "$PWD/browser/usr/lib/x86_64-linux-gnu:$PWD/browser/lib/x86_64-linux-gnu" "$PWD/browser/usr/lib/chromium/chromium" \
+        > bin/chromium
     chmod +x bin/chromium
     timeout 60 bin/chromium --headless=new --no-sandbox --disable-gpu --dump-dom about:blank > /dev/null 2>&1 || return 1
     echo "export PATH='$PWD/bin':\$PATH"
