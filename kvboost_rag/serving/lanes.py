@@ -65,6 +65,7 @@ class Lane:
 
     Attributes:
         step: the token that it waits for, None where it waits for memory or for its turn to go on preparing.
+        prompt_tokens: length of its prompt; 0 before that is known.
         tokens: positions that it holds memory for.
         wanted: positions that it waits for memory for.
         rows: that it computed on its way to the first token; whoever drives it takes them off.
@@ -77,6 +78,7 @@ class Lane:
         self._seeded = seeded
         self._outside: torch.Tensor | None = None
         self.step: Step | None = None
+        self.prompt_tokens = 0
         self.tokens = 0
         self.wanted = 0
         self.rows = 0
@@ -136,12 +138,12 @@ def is_crowded() -> bool:
     return lane is not None and lane.crowded
 
 
-def reserve(num_tokens: int) -> None:
+def reserve(prompt_tokens: int, answer_tokens: int) -> None:
     """In a lane, rest until there is memory for a request of so many positions; elsewhere nothing."""
     lane = current_lane()
     if lane is None:
         return
-    lane.wanted = num_tokens
+    lane.prompt_tokens, lane.wanted = prompt_tokens, prompt_tokens + answer_tokens
     while lane.wanted:  # granted by whoever drives the lane
         lane.rest()
 
@@ -158,8 +160,8 @@ def breathe(num_rows: int) -> None:
 
 
 def stepping(model: PreTrainedModel) -> PreTrainedModel:
-    """The model for `generate`: in a lane one whose forwards of a single token are steps, and which lets others go on
-    after longer ones; else the model itself.
+    """The model for `generate`: in a lane one whose forwards behind the prompt are steps, and which lets others go on
+    after those over the prompt; else the model itself.
 
     It shares weights, modules and hooks with the model; nothing in the model is changed.
     """
@@ -172,8 +174,11 @@ def stepping(model: PreTrainedModel) -> PreTrainedModel:
         return model
     shared = copy.copy(model)
     forward = model.forward
+    begun = False
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        is_first, begun = not begun, True
         cache = kwargs.get(name)
         ids = kwargs.get("input_ids")
         if isinstance(cache, BufferCache) and cache.in_row_pass:
@@ -181,7 +186,7 @@ def stepping(model: PreTrainedModel) -> PreTrainedModel:
             return forward(*args, **kwargs)
         if args or cache is None or ids is None:
             return forward(*args, **kwargs)
-        if ids.shape[-1] > 1 or not _length(cache):
+        if is_first or 0 < _length(cache) < lane.prompt_tokens:
             output = forward(**kwargs)
             breathe(ids.shape[-1])
             return output

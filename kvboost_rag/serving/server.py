@@ -72,7 +72,7 @@ class Server:
         clock.lap("segment_ms")
         room = answer_room(self.model, len(prompt.token_ids), request.params)
         request = replace(request, params=replace(request.params, max_new_tokens=room))
-        reserve(len(prompt.token_ids) + room)
+        reserve(len(prompt.token_ids), room)
         with self._pinned(prompt, request.config):
             if prompt.fallback_reason is None:
                 prompt = self._prepare(prompt, request, room, clock)
