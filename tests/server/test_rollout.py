@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -42,7 +43,10 @@ def proxy(tmp_path: Path) -> Iterator[Route]:
             command = [str(CADDY), "reload", "--config", str(config), "--address", admin]
             subprocess.run(command, check=True, capture_output=True)
             return url
-        running.append(subprocess.Popen([str(CADDY), "run", "--config", str(config)], stderr=subprocess.DEVNULL))
+        # It remembers its configuration and its identity; not in the user's home.
+        env = os.environ | {"XDG_CONFIG_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
+        command = [str(CADDY), "run", "--config", str(config)]
+        running.append(subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL))
         wait_until(lambda: is_ready(url) or running[0].poll() is not None)
         return url
 
