@@ -25,8 +25,8 @@ Save = Callable[..., Path]
 def save(tiny_model: Any, tmp_path: Path) -> Save:
     """A tiny model's folder."""
 
-    def saved(kind: str, heads: int) -> Path:
-        loaded = tiny_model(kind, num_key_value_heads=heads, num_hidden_layers=3)
+    def saved(kind: str, heads: int, **fields: Any) -> Path:
+        loaded = tiny_model(kind, num_key_value_heads=heads, num_hidden_layers=3, **fields)
         loaded.model.save_pretrained(tmp_path / "model")
         loaded.tokenizer.save_pretrained(tmp_path / "model")
         return tmp_path / "model"
@@ -72,8 +72,9 @@ def test_two_ranks_answer_as_one_process_whatever_befalls_a_file(save: Save, nam
         assert rank["fails"]["reason"]
 
 
-def test_stores_are_read_by_another_number_of_ranks(save: Save, tmp_path: Path) -> None:
-    folder = save("llama", 2)
+@pytest.mark.parametrize("name", MODELS)
+def test_stores_are_read_by_another_number_of_ranks(save: Save, name: str, tmp_path: Path) -> None:
+    folder = save(*MODELS[name])
     (one,) = launch(1, folder, tmp_path / "one", tmp_path / "a", "cold")
     two = launch(2, folder, tmp_path / "two", tmp_path / "b", "cold")
     from_one = launch(2, folder, tmp_path / "one", tmp_path / "c", "warm")
@@ -91,7 +92,12 @@ def test_a_rank_that_never_comes_is_an_error_in_bounded_time(save: Save, tmp_pat
     assert found[0]["gone"]["seconds"] < 10
 
 
-def test_fewer_heads_than_ranks_are_refused_and_nobody_waits(save: Save, tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", [1, 3])
+def test_heads_that_ranks_cannot_share_are_refused_and_nobody_waits(save: Save, heads: int, tmp_path: Path) -> None:
     """Transformers itself cannot run such a model: each rank says so, at once."""
-    found = launch(2, save("llama", 1), tmp_path / "store", tmp_path / "a", "cold")
-    assert all("shape" in rank["cold"]["reason"] for rank in found)
+    folder = save("llama", heads, num_attention_heads=6, hidden_size=96)
+    found = launch(2, folder, tmp_path / "store", tmp_path / "a", "cold")
+    says = f"its {heads} key-value heads cannot be split over 2 ranks"
+    assert all(rank["cold"]["reason"].startswith(says) for rank in found)
+    (alone,) = launch(1, folder, tmp_path / "store", tmp_path / "b", "cold")
+    assert alone["cold"]["reuse"] == "blend"

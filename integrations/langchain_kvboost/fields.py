@@ -36,7 +36,8 @@ class KVBoostFields(BaseModel):
     device_map: Any = None
     dtype: Any = None
     model_kwargs: dict[str, Any] | None = Field(default=None, repr=False)
-    """Further options of `from_pretrained` (`revision`, `quantization_config`, `attn_implementation`, …)."""
+    """Further options of `from_pretrained` (`revision`, `quantization_config`, …), and `adapters`: folders of
+    LoRA adapters, by name."""
     pipeline_kwargs: dict[str, Any] | None = None
     """Further generation keywords, under the names of transformers."""
 
@@ -50,6 +51,8 @@ class KVBoostFields(BaseModel):
     """Similar chunks that warmer and vector store encode a chunk behind; default: `EncodingConfig.neighbours` (4)."""
     settle: bool | None = None
     """Recompute served turns while nobody waits, so that the next turn starts from exact KV; default: on in chats."""
+    adapter: str | list[str] | None = None
+    """The model's adapter (or several) that answers; `[]`: none, the base model; None: as the model stands."""
     namespace: str | None = None
     """Whose documents: those of one are never used for another; default: the engine's."""
     strict: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
@@ -11,13 +11,18 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM, LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from pydantic import PrivateAttr
 
 from kvboost_rag.adapters.aio import iterate
 from kvboost_rag.adapters.result_summary import usage_dict
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
+from langchain_kvboost.identity import plain
 from langchain_kvboost.messages import document_hints
 from langchain_kvboost.outputs import llm_metadata, text_chunk
 from langchain_kvboost.parameters import KVBoostParameters
+
+_OF_THE_RUN = ("tags", "metadata", "run_name", "run_id", "documents")
+"""Keywords of a call that no answer depends on."""
 
 
 class KVBoostLLM(KVBoostParameters, BaseLLM):
@@ -31,9 +36,36 @@ class KVBoostLLM(KVBoostParameters, BaseLLM):
         `KVBoostLLM(pipeline=pipe)` or `KVBoostLLM(model="…", store="./kv")`. See `KVBoostParameters`.
     """
 
+    _call: dict[str, Any] = PrivateAttr(default_factory=dict)
+
     @property
     def _llm_type(self) -> str:
         return "kvboost"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return super()._identifying_params | ({"call": self._call} if self._call else {})
+
+    def generate(
+        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+    ) -> LLMResult:
+        """As in LangChain; its cache tells apart what was asked for in the call too, not only by the object."""
+        return super(KVBoostLLM, self._told(kwargs)).generate(prompts, stop, callbacks, **kwargs)
+
+    async def agenerate(
+        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+    ) -> LLMResult:
+        """As `generate`."""
+        return await super(KVBoostLLM, self._told(kwargs)).agenerate(prompts, stop, callbacks, **kwargs)
+
+    def _told(self, kwargs: Mapping[str, Any]) -> KVBoostLLM:
+        """This object, or a copy that knows what a call asks for and an answer depends on."""
+        call = {name: plain(value) for name, value in sorted(kwargs.items()) if name not in _OF_THE_RUN}
+        if not call:
+            return self
+        copy = self.model_copy()
+        copy._call = call
+        return copy
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return self._ls_params("llm", stop, kwargs)

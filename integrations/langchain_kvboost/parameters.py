@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvboost_rag.datamodels import StreamEvent
     from kvboost_rag.engine import KVBoost
 
-_REUSE = ("reuse", "repair", "recompute_ratio", "settle", "namespace", "strict")
+_REUSE = ("reuse", "repair", "recompute_ratio", "settle", "adapter", "namespace", "strict")
 _DECODING = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
 _NOT_FOR_DECODING = (
     "tool_choice",
@@ -132,7 +132,7 @@ class KVBoostParameters(KVBoostFields):
             "device_map": self.device_map,
             "dtype": plain(self.dtype),
             "encoding": plain(self.encoding),
-            "model_kwargs": plain(self.model_kwargs),
+            "model_kwargs": plain({k: v for k, v in (self.model_kwargs or {}).items() if k != "token"}),
             "pipeline_kwargs": plain(self.pipeline_kwargs),
             "neighbours": self.neighbours,
             **{name: getattr(self, name) for name in (*_REUSE, *_DECODING)},

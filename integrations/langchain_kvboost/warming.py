@@ -111,7 +111,7 @@ class DocumentWarming:
             used = [i for i, text in enumerate(texts) if text]
             vectors = self._vectors(engine, [documents[i] for i in used])
             self._place(engine, documents, texts)
-            engine.warm([texts[i] for i in used], embeddings=vectors, **self._options)
+            engine.warm([texts[i] for i in used], embeddings=vectors, adapter=self._adapter, **self._options)
 
     def add(self, documents: Sequence[Document], source_ids: Sequence[str]) -> None:
         """As `warm`, and each source has its document from now on: what no source has any more is evicted."""
@@ -126,7 +126,12 @@ class DocumentWarming:
             # An id that comes twice has what it was given last, as in the vector store.
             given = zip(source_ids, texts, rows, strict=False)
             sources = {source_id: SourceTexts([text], row) for source_id, text, row in given}
-            engine.index.add_many(sources, **self._options)
+            own = self._adapter is not None
+            engine.index.add_many(sources, encode=not own, **self._options)
+            if own and any(texts):
+                chosen = [i for i, text in enumerate(texts) if text]
+                vectors = None if vectors is None else replace(vectors, rows=vectors.rows[chosen])
+                engine.warm([texts[i] for i in chosen], embeddings=vectors, adapter=self._adapter, **self._options)
 
     def sources(self) -> list[str]:
         """Ids of everything that was added to the namespace, by whomever."""
@@ -149,6 +154,11 @@ class DocumentWarming:
     def _options(self) -> dict[str, Any]:
         neighbours = "auto" if self._neighbours is None else self._neighbours
         return {"neighbours": neighbours, "namespace": self._namespace}
+
+    @property
+    def _adapter(self) -> str | list[str] | None:
+        """What documents are encoded with."""
+        return getattr(self._llm, "adapter", None)
 
     @contextmanager
     def _tolerant(self) -> Iterator[KVBoost]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
 _HUB = (
     "revision",
+    "code_revision",
     "trust_remote_code",
     "token",
     "cache_dir",
@@ -14,9 +16,24 @@ _HUB = (
     "subfolder",
     "proxies",
     "force_download",
+    "gguf_file",
 )
-_SAME = ("dtype", "device_map", "quantization_config", "attn_implementation", "tokenizer")
-_WITHOUT_MEANING = ("low_cpu_mem_usage", "use_safetensors", "use_fast", "use_cache", "offload_folder")
+"""What model and tokenizer are both told."""
+_SAME = (
+    "dtype",
+    "device_map",
+    "quantization_config",
+    "attn_implementation",
+    "tp_plan",
+    "tokenizer",
+    "tokenizer_kwargs",
+    "adapters",
+)
+_TOKENIZER = ("use_fast",)
+_PASSED = ("low_cpu_mem_usage", "offload_state_dict")
+"""What transformers has no use for any more, and people still write."""
+_OURS = ("output_loading_info", "_from_auto", "_from_pipeline", "_commit_hash")
+"""What `from_pretrained` is told here and by nobody else."""
 _QUANTIZED = {"load_in_8bit": "load_in_8bit=True", "load_in_4bit": "load_in_4bit=True"}
 
 
@@ -29,7 +46,7 @@ def loading_options(device: Any = None, device_map: Any = None, **model_kwargs: 
         model_kwargs: what people hand to `from_pretrained` (`torch_dtype`, `revision`, `quantization_config`, …).
 
     Raises:
-        TypeError: a keyword that has no meaning here; the message lists the known ones.
+        TypeError: a keyword that can be no one's.
         ValueError: `device` and `device_map` at once.
     """
     given = {name: value for name, value in model_kwargs.items() if value is not None}
@@ -41,8 +58,11 @@ def loading_options(device: Any = None, device_map: Any = None, **model_kwargs: 
         device_map = device_map_of(device)
     options = {name: given.pop(name) for name in _SAME if name in given}
     hub = {name: given.pop(name) for name in _HUB if name in given}
-    for name in _WITHOUT_MEANING:
+    for name in _PASSED:
         given.pop(name, None)
+    told = {name: given.pop(name) for name in _TOKENIZER if name in given}
+    if told:
+        options["tokenizer_kwargs"] = told | dict(options.get("tokenizer_kwargs") or {})
     if device_map is not None:
         options["device_map"] = device_map
     if hub:
@@ -52,9 +72,20 @@ def loading_options(device: Any = None, device_map: Any = None, **model_kwargs: 
             raise TypeError(
                 f"{name} is gone from transformers: pass quantization_config=BitsAndBytesConfig({argument})"
             )
+    _check(given)
     if given:
-        raise TypeError(f"unknown loading options {', '.join(sorted(given))}; known: {', '.join((*_SAME, *_HUB))}")
+        options["weights"] = given
     return options
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Refuse what is plainly a slip; whether a model's class knows the rest shows when it is loaded."""
+    for name in given:
+        if name in _OURS:
+            raise TypeError(f"{name} cannot be given: it is set here")
+        near = difflib.get_close_matches(name, (*_SAME, *_HUB, "device", "torch_dtype"), 1, 0.8)
+        if near:
+            raise TypeError(f"unknown loading option {name}; is {near[0]} meant?")
 
 
 def device_map_of(device: Any) -> Mapping[str, Any]:

@@ -13,6 +13,8 @@ class ModelChoice:
     name: str
     dtype: str | None = None
     device: str | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Name and folder of each."""
 
     def resolved_device(self) -> str:
         return self.device or _device()

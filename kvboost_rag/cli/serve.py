@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from kvboost_rag.cli import options
 from kvboost_rag.cli.console import console
+from kvboost_rag.cli.model_choice import ModelChoice
 
 
 def serve(
@@ -29,6 +31,9 @@ def serve(
     chunk_tokens: options.ChunkTokens = 256,
     open_metrics: Annotated[bool, typer.Option(help="/metrics without a key.")] = False,
     switch_file: Annotated[Path | None, typer.Option(help="While it says `off`, nothing is reused.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of a LoRA adapter, served as the model NAME; repeatable.")
+    ] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     memory_budget: options.MemoryBudget = None,
@@ -57,13 +62,28 @@ def serve(
         open_metrics=open_metrics,
         switch_file=switch_file,
     )
-    _run(settings, model, dtype, device, options.StoreChoice.of(store, memory_budget, disk_budget))
+    choice = ModelChoice(model, dtype, device, parse_adapters(adapter or []))
+    _run(settings, choice, options.StoreChoice.of(store, memory_budget, disk_budget))
 
 
-def _run(settings: object, model: str, dtype: str | None, device: str | None, kept: options.StoreChoice) -> None:
+def parse_adapters(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Name and folder of each `NAME=FOLDER`.
+
+    Raises:
+        typer.BadParameter: another form, or a name twice.
+    """
+    parsed: dict[str, str] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        if not name or not folder or name in parsed:
+            raise typer.BadParameter(f"--adapter {text!r}: expected NAME=FOLDER, each name once")
+        parsed[name] = folder
+    return tuple(parsed.items())
+
+
+def _run(settings: object, model: ModelChoice, kept: options.StoreChoice) -> None:
     from prometheus_client import CollectorRegistry
 
-    from kvboost_rag.cli.model_choice import ModelChoice
     from kvboost_rag.cli.session import open_engine
     from kvboost_rag.observe.metrics import Metrics
     from kvboost_rag.server.app import create_app
@@ -72,8 +92,8 @@ def _run(settings: object, model: str, dtype: str | None, device: str | None, ke
 
     assert isinstance(settings, ServerSettings)
     registry = CollectorRegistry()
-    metrics = Metrics(model, registry)
-    with open_engine(ModelChoice(model, dtype, device), kept, metrics=metrics) as engine:
+    metrics = Metrics(model.name, registry)
+    with open_engine(model, kept, metrics=metrics) as engine:
         app = create_app(engine, settings, registry)
         console.print(
             f"serving    http://{settings.host}:{settings.port}/v1, model {settings.model_name}", highlight=False

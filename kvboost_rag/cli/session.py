@@ -28,6 +28,7 @@ def load(choice: ModelChoice) -> LoadedModel:
     transformers.logging.disable_progress_bar()
     device, dtype = choice.resolved_device(), choice.resolved_dtype()
     options: dict[str, Any] = {} if device == "cpu" else {"device_map": {"": device}}
+    options["adapters"] = dict(choice.adapters)
     with progress_bar() as bar:
         task = bar.add_task(f"loading {choice.name}", total=None)
 

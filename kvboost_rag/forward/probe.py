@@ -24,6 +24,7 @@ from kvboost_rag.forward.tolerance import Tolerance
 from kvboost_rag.kv.buffer import KVLayout, LayerGroup
 from kvboost_rag.kv.rope import Rotation
 from kvboost_rag.models import hf_cache
+from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.models.unwrap import wrapper_refusal
 
 
@@ -78,7 +79,17 @@ def _probe(model: PreTrainedModel) -> ProbeReport:
     except NotReusable as reason:
         return ProbeReport(False, str(reason))
     except Exception as error:  # a model that cannot even be probed must still be served
-        return ProbeReport(False, f"the probe failed: {type(error).__name__}: {error}")
+        failed = f"{type(error).__name__}: {error}"
+        return ProbeReport(False, _uneven_heads(model, failed) or f"the probe failed: {failed}")
+
+
+def _uneven_heads(model: PreTrainedModel, failed: str) -> str | None:
+    """What an error of a model on several ranks comes from, if its heads cannot be dealt out to them."""
+    config, ranks = model.config.get_text_config(decoder=True), Ranks.count(model)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 0
+    if heads % ranks == 0:
+        return None
+    return f"its {heads} key-value heads cannot be split over {ranks} ranks: transformers cannot run it so ({failed})"
 
 
 def _refuse_by_architecture(model: PreTrainedModel) -> None:

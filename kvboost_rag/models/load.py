@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from kvboost_rag.models.adapter_files import AdapterPaths, activate, base_of, load_adapters, with_adapter_files
+from kvboost_rag.models.answer_end import complete_generation_config, eos_token_ids
 from kvboost_rag.models.bundled import LoadProgress, Progress, bundled_folder
 from kvboost_rag.models.digest import WeightDigests
 from kvboost_rag.models.digest_file import digests_of_files, files_identity
@@ -26,7 +28,6 @@ __all__ = [
     "LoadProgress",
     "LoadedModel",
     "ModelLoadError",
-    "end_of_turn_id",
     "load_model",
     "load_tokenizer",
     "with_digests",
@@ -62,20 +63,26 @@ def load_model(
     attn_implementation: str | None = None,
     tp_plan: Any = None,
     hub: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Any] | None = None,
+    adapters: AdapterPaths | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a decoder-only language model.
 
     Args:
-        spec: hub id, local folder, path of a `.gguf` file, `bundled:smollm2`, `bundled:gemma3`, or a model object
-            (then `tokenizer` is required and the loading options must be unset; it is taken out of what it is wrapped
-            in, see `models.unwrap`, and put into eval mode).
+        spec: hub id, local folder (of a model, or of a peft adapter that names its base model, which is then active),
+            path of a `.gguf` file, `bundled:smollm2`, `bundled:gemma3`, or a model object (then `tokenizer` is required
+            and the loading options must be unset; it is taken out of what it is wrapped in, see `models.unwrap`, and
+            put into eval mode).
         tokenizer: tokenizer object, or where to load it from; default: where the model comes from.
         tokenizer_kwargs: handed to `from_pretrained` of the tokenizer, where it is loaded here.
         dtype: a torch dtype or its name; default: the checkpoint's own.
         device_map, quantization_config, attn_implementation, tp_plan: handed to `from_pretrained` as they are.
         hub: what is handed to `from_pretrained` of model and tokenizer alike: `revision`, `trust_remote_code`, `token`,
             `cache_dir`, … GGUF files and model objects have no use for it.
+        weights: further keywords of the model's `from_pretrained` (`max_memory`, `config`, …).
+        adapters: folders (or hub ids) of peft adapters by name; requests ask for them (`ReuseConfig.adapter`), and
+            without that the base model answers.
         progress: called when a step begins.
 
     Raises:
@@ -87,23 +94,64 @@ def load_model(
         "quantization_config": quantization_config,
         "attn_implementation": attn_implementation,
         "tp_plan": tp_plan,
+        **(weights or {}),
     }
     options = {name: value for name, value in options.items() if value is not None}
     if not isinstance(spec, (str, os.PathLike)):
+        if adapters:
+            raise ModelLoadError("adapters= is for models that are loaded here: load them into the model with peft")
         return _held_by_caller(spec, tokenizer, options, tokenizer_kwargs or {})
-    name, report = os.fspath(spec), progress or (lambda _: None)
+    origin = _Origin(os.fspath(spec), options, hub or {}, adapters or {})
+    return _loaded(origin.of_adapter(), tokenizer, tokenizer_kwargs or {}, progress or (lambda _: None))
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where weights come from.
+
+    Attributes:
+        options: for the model's `from_pretrained` alone; `hub`: for the tokenizer's too.
+        active: the adapter that is active at rest.
+        tokenizer: where the tokenizer comes from, if not from the model.
+    """
+
+    name: str
+    options: dict[str, Any]
+    hub: Mapping[str, Any]
+    adapters: AdapterPaths
+    active: str | None = None
+    tokenizer: str | None = None
+
+    def of_adapter(self) -> _Origin:
+        """That of the base model, where this is an adapter's folder."""
+        folder = Path(self.name).expanduser()
+        base = base_of(folder)
+        if base is None:
+            return self
+        tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else None
+        return replace(
+            self, name=base, adapters={"default": folder, **self.adapters}, active="default", tokenizer=tokenizer
+        )
+
+
+def _loaded(origin: _Origin, tokenizer: Any, tokenizer_kwargs: Mapping[str, Any], report: Progress) -> LoadedModel:
+    name = origin.name
     source = _resolve(name, report)
     report(LoadProgress(f"loading {name}", 1, 1))
-    identity = _identity(name, source, options, hub or {})
-    model = _load_weights(name, source, options, hub or {})
-    loaded_tokenizer = _load_tokenizer(name, source, tokenizer, {**(hub or {}), **(tokenizer_kwargs or {})})
-    eos_token_ids = _eos_token_ids(model, loaded_tokenizer)
-    _complete_generation_config(model, loaded_tokenizer, eos_token_ids)
+    identity = _identity(source, origin)
+    model = _load_weights(source, origin)
+    loaded_tokenizer = _load_tokenizer(name, source, tokenizer or origin.tokenizer, {**origin.hub, **tokenizer_kwargs})
+    ends = eos_token_ids(model, loaded_tokenizer)
+    complete_generation_config(model, loaded_tokenizer, ends)
+    if origin.adapters:
+        load_adapters(model, origin.adapters)
+    if origin.active:
+        activate(model, origin.active)
     model.requires_grad_(False)
     report(LoadProgress(f"loaded {name}", 2, 1))
-    if identity != _identity(name, source, options, hub or {}):  # the files were changed meanwhile
+    if identity != _identity(source, origin):  # the files were changed meanwhile
         identity = None
-    return LoadedModel(_settled(model.eval()), loaded_tokenizer, name, eos_token_ids, identity)
+    return LoadedModel(_settled(model.eval()), loaded_tokenizer, name, ends, identity)
 
 
 def with_digests(loaded: LoadedModel) -> LoadedModel:
@@ -131,28 +179,6 @@ def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     return _load_tokenizer(name, _resolve(name, lambda _: None), None, {})
 
 
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token with which the chat template closes an assistant's message, or None.
-
-    Found by rendering one: names and config fields for it differ from model to model, and GGUF files often carry
-    only one of several.
-    """
-    if not tokenizer.chat_template:
-        return None
-    probe = "kvboost"
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": probe}]
-    try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # templates raise what they like; the other sources of ids remain
-        return None
-    _, found, tail = str(rendered).rpartition(probe)
-    if not found:
-        return None
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False)
-    return ids[0] if ids and ids[0] in special else None
-
-
 def _resolve(name: str, report: Progress) -> Path | None:
     """The local folder or GGUF file that `name` means, or None for a hub id."""
     if name.startswith("bundled:"):
@@ -175,31 +201,36 @@ def _resolve(name: str, report: Progress) -> Path | None:
     return None
 
 
-def _load_weights(name: str, source: Path | None, options: dict[str, Any], hub: Mapping[str, Any]) -> PreTrainedModel:
+def _load_weights(source: Path | None, origin: _Origin) -> PreTrainedModel:
+    name, options = origin.name, origin.options
     if source is not None and source.suffix == ".gguf":
         return load_gguf_model(source, **options)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(source or name, output_loading_info=True, **options, **hub)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source or name, output_loading_info=True, **options, **origin.hub
+        )
     except Exception as error:  # damaged files, unknown architectures and missing back ends raise what they like
         raise _load_error(name, source, error) from error
-    if missing := sorted(info["missing_keys"]):
+    mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys") or ()]
+    if missing := sorted({*info["missing_keys"], *mismatched}):  # they would be random
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ModelLoadError(f"{name} lacks {len(missing)} of the model's weights ({shown}): not a whole checkpoint")
     return model
 
 
-def _identity(name: str, source: Path | None, options: dict[str, Any], hub: Mapping[str, Any]) -> str | None:
+def _identity(source: Path | None, origin: _Origin) -> str | None:
     """What the weights are a function of, or None where the files are not to be found."""
     if source is None:
-        where = {k: v for k, v in hub.items() if k in ("revision", "cache_dir", "subfolder")}
+        where = {k: v for k, v in origin.hub.items() if k in ("revision", "cache_dir", "subfolder")}
         try:
-            found = cached_file(name, "config.json", local_files_only=True, **where)
+            found = cached_file(origin.name, "config.json", local_files_only=True, **where)
         except (OSError, ValueError):
             found = None
         if found is None:
             return None
         source = Path(found).parent
-    return files_identity(source, options | dict(hub))
+    identity = files_identity(source, origin.options | dict(origin.hub))
+    return with_adapter_files(identity, origin.adapters) if origin.adapters else identity
 
 
 def _load_tokenizer(
@@ -239,7 +270,7 @@ def _held_by_caller(
     if isinstance(tokenizer, str):
         tokenizer = _load_tokenizer(tokenizer, None, tokenizer, tokenizer_kwargs)
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-    return LoadedModel(_settled(model.eval()), tokenizer, name, _eos_token_ids(model, tokenizer))  # type: ignore[arg-type]
+    return LoadedModel(_settled(model.eval()), tokenizer, name, eos_token_ids(model, tokenizer))  # type: ignore[arg-type]
 
 
 def _settled(model: Any) -> Any:
@@ -259,31 +290,3 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | str | None:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ModelLoadError(f"dtype={dtype!r}: expected float32, bfloat16, float16 or auto")
     return found
-
-
-def _eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    generation_config = getattr(model, "generation_config", None)
-    sources = (
-        getattr(generation_config, "eos_token_id", None),
-        getattr(model.config, "eos_token_id", None),
-        tokenizer.eos_token_id,
-        end_of_turn_id(tokenizer),
-    )
-    ids: set[int] = set()
-    for source in sources:
-        ids.update(source if isinstance(source, (list, tuple)) else () if source is None else (source,))
-    return tuple(sorted(ids))
-
-
-def _complete_generation_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...]
-) -> None:
-    """`generate` then stops at every id that ends an answer and never guesses a padding token."""
-    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    config = model.generation_config
-    if config is None or not eos_token_ids:
-        return
-    config.eos_token_id = list(eos_token_ids)
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]

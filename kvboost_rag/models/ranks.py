@@ -57,8 +57,12 @@ class Ranks:
     @staticmethod
     def many(model: Any) -> bool:
         """Whether a model is spread over ranks."""
-        size = getattr(model, "_tp_size", None) or 1
-        return size > 1 and dist.is_available() and dist.is_initialized()
+        return Ranks.count(model) > 1 and dist.is_available() and dist.is_initialized()
+
+    @staticmethod
+    def count(model: Any) -> int:
+        """Over how many ranks a model is spread by its tensor parallel plan."""
+        return getattr(model, "_tp_size", None) or 1
 
     def all(self, what: str, value: bool) -> bool:
         """Whether it holds on every rank."""

@@ -103,13 +103,13 @@ async def _exchange(request: Request, kind: type[Any]) -> Exchange:
     if state.draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
     body = bodies.read(kind, await read_body(request))
-    state.check_model(body.model)
+    adapter = state.adapter_of(body.model)
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "only with stream: true", "invalid_value")
     choice = reuse_choice(request.headers, state.engine, state.settings)
     deadline = time.monotonic() + _seconds(request, state)
     state.meter.admit(tenant)
-    options = {**choice.options, "namespace": tenant.namespace}
+    options = {**choice.options, "namespace": tenant.namespace, "adapter": adapter}
     make = chat_calls if kind is ChatBody else completion_calls
     try:
         calls = await asyncio.to_thread(make, state.engine, body, options, state.settings.answer_tokens)

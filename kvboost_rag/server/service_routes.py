@@ -26,19 +26,23 @@ DISABLE = "KVBOOST_DISABLE"
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
     tenant_of(request)
-    return JSONResponse({"object": "list", "data": [_model(state_of(request))]})
+    state = state_of(request)
+    return JSONResponse(
+        {"object": "list", "data": [_model(state, name) for name in (state.model_name, *state.adapter_names)]}
+    )
 
 
 @router.get("/v1/models/{model_id:path}")
 async def model(request: Request, model_id: str) -> Response:
     tenant_of(request)
-    state_of(request).check_model(model_id)
-    return JSONResponse(_model(state_of(request)))
+    state_of(request).adapter_of(model_id)
+    return JSONResponse(_model(state_of(request), model_id))
 
 
-def _model(state: ServerState) -> dict[str, Any]:
+def _model(state: ServerState, name: str) -> dict[str, Any]:
     limit = state.engine.context_tokens
-    return {"id": state.model_name, "object": "model", "created": 0, "owned_by": "kvboost-rag", "max_model_len": limit}
+    about = {"id": name, "object": "model", "created": 0, "owned_by": "kvboost-rag", "max_model_len": limit}
+    return about if name == state.model_name else about | {"parent": state.model_name}
 
 
 @router.post("/v1/embeddings")
@@ -46,7 +50,7 @@ async def embeddings(request: Request) -> Response:
     """By the embedder that chunks are chosen with."""
     state, tenant = state_of(request), tenant_of(request)
     body = bodies.read(bodies.EmbeddingsBody, await read_body(request))
-    state.check_model(body.model)
+    state.adapter_of(body.model)
     state.meter.admit(tenant)
     texts = [body.input] if isinstance(body.input, str) else body.input
     try:

@@ -11,6 +11,7 @@ from typing import cast
 from starlette.requests import Request
 
 from kvboost_rag.engine import KVBoost
+from kvboost_rag.models.adapters import available_adapters
 from kvboost_rag.server.document_jobs import DocumentJobs
 from kvboost_rag.server.errors import ApiError
 from kvboost_rag.server.keys import Meter, Tenant
@@ -68,10 +69,24 @@ class ServerState:
     def model_name(self) -> str:
         return self.settings.model_name or self.engine.name
 
-    def check_model(self, name: str) -> None:
-        """Raises `ApiError` for another model than the one that is served."""
-        if name != self.model_name:
-            raise ApiError(404, f"no model {name!r} here; served is {self.model_name!r}", "model", "model_not_found")
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The adapters of the model, each of which is served as a model of its own."""
+        return tuple(name for name in available_adapters(self.engine.model) if name != self.model_name)
+
+    def adapter_of(self, model: str) -> str | None:
+        """The adapter that a model's name asks for; None for the model as it stands.
+
+        Raises:
+            ApiError: it is neither the model's name nor an adapter's.
+        """
+        if model == self.model_name:
+            return None
+        names = self.adapter_names
+        if model not in names:
+            served = ", ".join(map(repr, (self.model_name, *names)))
+            raise ApiError(404, f"no model {model!r} here; served is {served}", "model", "model_not_found")
+        return model
 
 
 def state_of(request: Request) -> ServerState:

@@ -82,5 +82,8 @@ def test_loading_options_that_cannot_be_kept() -> None:
         loading_options(device=0, device_map="auto")
     with pytest.raises(TypeError, match="BitsAndBytesConfig"):
         loading_options(load_in_4bit=True)
-    with pytest.raises(TypeError, match="unknown loading options atn"):
-        loading_options(atn="eager")
+    for slip, meant in (("torch_dtpe", "torch_dtype"), ("devicemap", "device_map"), ("atn_implementation", "attn_imp")):
+        with pytest.raises(TypeError, match=f"unknown loading option {slip}; is {meant}"):
+            loading_options(**{slip: True})
+    with pytest.raises(TypeError, match="set here"):
+        loading_options(output_loading_info=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_helpers import fill, lora, with_two_adapters
 
 from kvboost_rag import KVBoost
 from kvboost_rag.config import ConfigError
@@ -22,21 +23,6 @@ DOCUMENTS = [
 PROMPT = "\n\n".join([*DOCUMENTS, "Which lamp burned longest?"])
 
 
-def lora(**options: Any) -> Any:
-    return peft.LoraConfig(
-        r=4, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj"], lora_dropout=0.1, **options
-    )
-
-
-def fill(model: torch.nn.Module, name: str, seed: int) -> None:
-    """Give an adapter weights that matter: peft starts every one as the identity."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if f".{name}" in path and "lora_" in path:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-
-
 @pytest.fixture
 def loaded(tiny_model: Any) -> Any:
     return tiny_model("llama", num_hidden_layers=3)
@@ -45,11 +31,7 @@ def loaded(tiny_model: Any) -> Any:
 @pytest.fixture
 def adapted(loaded: Any) -> Any:
     """The model with adapters `red` and `blue`, as a `PeftModel`."""
-    model = peft.get_peft_model(loaded.model, lora(), adapter_name="red")
-    model.add_adapter("blue", lora())
-    fill(model, "red", 1)
-    fill(model, "blue", 2)
-    return model.eval()
+    return with_two_adapters(loaded)
 
 
 def fingerprint(loaded: Any) -> str:

@@ -14,8 +14,9 @@ import torch
 from gguf_file import write_gguf
 
 from kvboost_rag.models import bundled
+from kvboost_rag.models.answer_end import end_of_turn_id
 from kvboost_rag.models.bundled import BUNDLED, BundledModel, bundled_folder
-from kvboost_rag.models.load import ModelLoadError, end_of_turn_id, load_model
+from kvboost_rag.models.load import ModelLoadError, load_model
 
 
 @pytest.fixture(scope="module")

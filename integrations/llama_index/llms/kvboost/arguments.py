@@ -74,6 +74,10 @@ class KVBoostArguments(ToolCalling, CustomLLM):
     settle: bool | None = Field(
         default=None, description="Recompute served turns while nobody waits; default: on in chats."
     )
+    adapter: str | list[str] | None = Field(
+        default=None,
+        description="Adapter that answers; `[]`: the base model; default: as the model stands.",
+    )
     namespace: str | None = Field(default=None, description="Whose documents; those of one are never used for another.")
     strict: bool | None = Field(default=None, description="Raise on a fault in reuse instead of plain prefill.")
     neighbours: int | None = Field(

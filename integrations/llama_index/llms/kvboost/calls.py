@@ -22,7 +22,7 @@ from kvboost_rag.adapters.tool_choice import chosen_tools
 from kvboost_rag.config import GenerationParams
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 
-REUSE_SETTINGS = ("reuse", "repair", "recompute_ratio", "settle", "namespace", "strict")
+REUSE_SETTINGS = ("reuse", "repair", "recompute_ratio", "settle", "adapter", "namespace", "strict")
 """Fields of `ReuseConfig` that a model or a single call may set."""
 
 

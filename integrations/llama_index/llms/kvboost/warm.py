@@ -91,7 +91,8 @@ class KVWarm(TransformComponent):
         engine, into = self.llm.engine, [uuid.uuid4().hex]  # new each time: not to be skipped
         with tolerated(engine, self.llm.strict):
             if self.docstore is None or not self._gone(self.docstore):
-                into = [engine.registry.fingerprint, self._namespace, store_identity(engine), generation(engine)]
+                model = f"{engine.registry.fingerprint} {self.llm.adapter}"
+                into = [model, self._namespace, store_identity(engine), generation(engine)]
         return super().to_dict(**kwargs) | {"warmed_into": into}
 
     @classmethod
@@ -178,12 +179,16 @@ class KVWarm(TransformComponent):
             engine.index.place(texts, namespace=self._namespace)
         named = {source_name(key, group): group for key, group in by_source.items()}
         sources = {self._source_id(name): _chunks(group, has_embeddings) for name, group in named.items()}
-        report: WarmReport = engine.index.add_many(sources, **options).warm
+        own = self.llm.adapter is not None
+        report: WarmReport = engine.index.add_many(sources, encode=not own, **options).warm
         self._forget(former(self._known(), named))
         if loose:
             chunks = _chunks(loose, has_embeddings)
             engine.register(chunks.later, namespace=self._namespace)
-            report = _sum(report, engine.warm(chunks.texts, embeddings=chunks.embeddings, **options))
+            report = _sum(report, engine.warm(chunks.texts, embeddings=chunks.embeddings, encode=not own, **options))
+        if own:
+            chunks = _chunks(nodes, has_embeddings)
+            report = engine.warm(chunks.texts, embeddings=chunks.embeddings, adapter=self.llm.adapter, **options)
         return report
 
     def _known(self) -> list[str]:
