@@ -114,7 +114,7 @@ def varied_rows(names: list[str]) -> Iterator[Row]:
             if find_spec("accelerate"):
                 offload = {"offload_folder": f"{folder}/offload", "offload_buffers": True}
                 row = Row(name, wrapper="disk offload")
-                yield asked(row, folder, device_map={"": "disk"}, hub=offload)
+                yield asked(row, folder, device_map={"": "disk"}, weights=offload)
         for label, wrap in wrappers():
             yield asked(Row(name, wrapper=label), wrap(tiny_model(name)))
 

@@ -182,6 +182,20 @@ def test_a_switch_between_requests_is_noticed(loaded: Any, adapted: Any, switch:
         assert torch.allclose(engine.logits(PROMPT, repair="full", strict=True), off(engine), atol=1e-4)
 
 
+def test_merging_and_unmerging_under_a_live_engine(loaded: Any, adapted: Any) -> None:
+    """Merged weights are others in their last bits; unmerged they are nearly, and may be exactly, the old ones."""
+    adapted.set_adapter("red")
+    with KVBoost(loaded) as engine:
+        engine.warm(DOCUMENTS)
+        for change in (adapted.merge_adapter, adapted.unmerge_adapter):
+            change()
+            assert torch.allclose(engine.logits(PROMPT, reuse="exact", strict=True), off(engine), atol=1e-4)
+            assert engine.registry.fingerprint == fingerprint(loaded)
+            ours = engine.logits(PROMPT, repair="none", strict=True)
+            with KVBoost(loaded) as fresh:
+                assert torch.equal(fresh.logits(PROMPT, documents=DOCUMENTS, repair="none", strict=True), ours)
+
+
 def test_wrapped_in_a_peft_model_the_model_is_the_same(loaded: Any, adapted: Any) -> None:
     engine = KVBoost.from_pretrained(adapted, tokenizer=loaded.tokenizer)
     with engine:

@@ -75,7 +75,39 @@ def replaced_module(model: Any) -> None:
     model.model.layers[1].self_attn.k_proj = new
 
 
+def buffer(model: Any) -> None:
+    """One that no counter of a parameter shows: the angles that keys are rotated by."""
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq.mul_(0.9)
+
+
+def replaced_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 1.1
+
+
+def tied(model: Any) -> None:
+    """Through the name under which nobody looks."""
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.1)
+
+
+def untied(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 0.9, requires_grad=False)
+
+
+def whole_data(model: Any) -> None:
+    """No version counter moves, the address does."""
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight.data = weight.data * 1.01
+
+
 CHANGES = [
+    buffer,
+    replaced_buffer,
+    tied,
+    untied,
+    whole_data,
     in_place,
     state_dict,
     assigned_state_dict,
