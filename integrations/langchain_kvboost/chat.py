@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -15,7 +15,8 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
+from typing_extensions import Self
 
 from kvboost_rag.adapters.aio import iterate
 from kvboost_rag.adapters.result_summary import usage_dict
@@ -25,7 +26,11 @@ from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from langchain_kvboost.messages import carried_documents, document_hints, template_messages
 from langchain_kvboost.outputs import ChatChunks, chat_generation
 from langchain_kvboost.parameters import KVBoostParameters
+from langchain_kvboost.profile import profile_of
 from langchain_kvboost.structured import form_of, structured
+
+if TYPE_CHECKING:
+    from kvboost_rag.engine import KVBoost
 
 
 class ChatKVBoost(KVBoostParameters, BaseChatModel):
@@ -60,6 +65,21 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
 
     streaming: bool = False
     """Whether `invoke` goes through the streaming path."""
+
+    @model_validator(mode="after")
+    def _set_own_profile(self) -> Self:
+        """After the model is known; LangChain's own validator runs before that."""
+        if self.profile is None:
+            self.profile = profile_of(self._spec, self.model_name, self.max_new_tokens)
+        return self
+
+    @property
+    def engine(self) -> KVBoost:
+        """The engine behind this model. What the profile could not say before the model was loaded it says then."""
+        engine = super().engine
+        if self.profile is not None and "max_input_tokens" not in self.profile:
+            self.profile = {**profile_of(self._spec, self.model_name, self.max_new_tokens), **self.profile}
+        return engine
 
     @property
     def _llm_type(self) -> str:

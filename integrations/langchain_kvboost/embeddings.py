@@ -6,6 +6,7 @@ from typing import Any
 
 from langchain_core.embeddings import Embeddings
 
+from kvboost_rag.adapters.indexing_jobs import whole_unicode
 from langchain_kvboost.warming import engine_of
 
 
@@ -23,7 +24,7 @@ class KVBoostEmbeddings(Embeddings):
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Unit vectors, one a text. Raises `indexing.similar_chunks.NoEmbedderError`: no model can be loaded."""
-        return [[float(x) for x in row] for row in engine_of(self.llm).similar.embed(texts)]
+        return [[float(x) for x in row] for row in engine_of(self.llm).similar.embed(whole_unicode(texts))]
 
     def embed_query(self, text: str) -> list[float]:
         """As `embed_documents`, of one text."""

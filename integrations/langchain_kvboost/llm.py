@@ -11,6 +11,7 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM, LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.runnables import Runnable
 from pydantic import PrivateAttr
 
 from kvboost_rag.adapters.aio import iterate
@@ -57,6 +58,22 @@ class KVBoostLLM(KVBoostParameters, BaseLLM):
     ) -> LLMResult:
         """As `generate`."""
         return await super(KVBoostLLM, self._told(kwargs)).agenerate(prompts, stop, callbacks, **kwargs)
+
+    def batch(
+        self, inputs: list[Any], config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
+    ) -> list[Any]:
+        """As in LangChain; with `return_exceptions` an input that fails costs its own answer, not all of them."""
+        if return_exceptions:
+            return Runnable.batch(self, inputs, config, return_exceptions=True, **kwargs)
+        return super().batch(inputs, config, **kwargs)
+
+    async def abatch(
+        self, inputs: list[Any], config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
+    ) -> list[Any]:
+        """As `batch`."""
+        if return_exceptions:
+            return await Runnable.abatch(self, inputs, config, return_exceptions=True, **kwargs)
+        return await super().abatch(inputs, config, **kwargs)
 
     def _told(self, kwargs: Mapping[str, Any]) -> KVBoostLLM:
         """This object, or a copy that knows what a call asks for and an answer depends on."""

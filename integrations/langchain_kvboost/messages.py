@@ -16,6 +16,8 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
+from kvboost_rag.config import lone_surrogate
+
 _ROLES: dict[type[BaseMessage], str] = {
     SystemMessage: "system",
     HumanMessage: "user",
@@ -58,7 +60,8 @@ def carried_documents(messages: Sequence[BaseMessage]) -> list[Any]:
 
 
 def document_hints(documents: Any) -> list[str]:
-    """Texts of explicit documents, as the keyword `documents` of a call takes them.
+    """Texts of explicit documents, as the keyword `documents` of a call takes them. One with half a character in it
+    stands in no prompt, and is left out.
 
     Raises:
         TypeError: something without text; the message says what.
@@ -73,7 +76,7 @@ def document_hints(documents: Any) -> list[str]:
         if text is None:
             raise TypeError(f"documents[{index}] is a {type(document).__name__}; expected a Document or a str")
         texts.append(text)
-    return texts
+    return [text for text in texts if lone_surrogate(text) is None]
 
 
 def _template_message(message: BaseMessage) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def _document_texts(value: Any) -> list[str]:
     """Texts of what may be one document, several, or something else altogether (artifacts are anything)."""
     candidates = value if isinstance(value, (list, tuple)) else [value]
     texts = (_document_text(candidate) for candidate in candidates if not isinstance(candidate, str))
-    return [text for text in texts if text]
+    return [text for text in texts if text and lone_surrogate(text) is None]
 
 
 def _document_text(document: Any) -> str | None:

@@ -172,7 +172,7 @@ class KVBoostParameters(KVBoostFields):
         base = merge_params(GenerationParams(), self._own_decoding)
         given = {**(call.get("pipeline_kwargs") or {}), **call}
         given.pop("pipeline_kwargs", None)
-        return merge_params(base, given | ({"stop": _as_list(stop)} if stop else {}))
+        return merge_params(base, given | ({"stop": _as_list(stop)} if stop or isinstance(stop, str) else {}))
 
     def _events(
         self,

@@ -36,7 +36,7 @@ def form_of(tools: Sequence[Mapping[str, Any]], tool_choice: Any, response_forma
         if response_format is not None:
             warnings.warn(f"response_format is not enforced: {constrained.INSTALL}", UserWarning, stacklevel=4)
         return None
-    return constrained.tool_call(tools) if forced else constrained.of_response_format(response_format)
+    return constrained.tool_call(tools) if forced else constrained.of_response_format(response_format, tools)
 
 
 def structured(model: BaseChatModel, schema: Any, method: str, include_raw: bool) -> Runnable[Any, Any]:

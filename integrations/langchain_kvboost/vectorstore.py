@@ -208,7 +208,8 @@ class KVBoostVectorStore(VectorStore):
             self._warming.delete([self._source(document_id) for document_id in ids])
 
     def _source(self, document_id: str) -> str:
-        return f"langchain:{self.name}:{document_id}"
+        # The store takes half a character in an id, catalogs do not.
+        return f"langchain:{self.name}:{document_id}".encode("utf-8", "backslashreplace").decode()
 
 
 def _documents(

@@ -69,6 +69,12 @@ def tool_call(tools: Sequence[Mapping[str, Any]]) -> Form:
     Args:
         tools: in OpenAI's form, as `tool_choice.chosen_tools` gives them.
     """
+    calls = _calls(tools)
+    return json_schema(calls[0] if len(calls) == 1 else {"anyOf": calls})
+
+
+def _calls(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The schema of a call of each tool."""
     calls = []
     for tool in tools:
         function = tool["function"]
@@ -84,11 +90,14 @@ def tool_call(tools: Sequence[Mapping[str, Any]]) -> Form:
                 "additionalProperties": False,
             }
         )
-    return json_schema(calls[0] if len(calls) == 1 else {"anyOf": calls})
+    return calls
 
 
-def of_response_format(wanted: Mapping[str, Any] | None) -> Form | None:
+def of_response_format(wanted: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] = ()) -> Form | None:
     """The form that OpenAI's `response_format` asks for, or None where it asks for none.
+
+    Args:
+        tools: that may be called instead.
 
     Raises:
         ConfigError: not a response format, or a schema that cannot be enforced.
@@ -103,8 +112,16 @@ def of_response_format(wanted: Mapping[str, Any] | None) -> Form | None:
         schema = (wanted.get("json_schema") or {}).get("schema")
         if not isinstance(schema, Mapping):
             raise ConfigError('response_format: "json_schema" must hold {"name": …, "schema": {…}}')
-        return json_schema(schema)
+        return json_schema(_or_call(schema, tools) if tools else schema)
     raise ConfigError(f"response_format={wanted!r}: expected type text, json_object or json_schema")
+
+
+def _or_call(schema: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    answer = dict(schema)
+    named: dict[str, Any] = {
+        key: answer.pop(key) for key in ("$defs", "definitions") if key in answer
+    }  # references begin at the root
+    return {"anyOf": [answer, *_calls(tools)], **named}
 
 
 def processor(form: Form, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int] = ()) -> Any:

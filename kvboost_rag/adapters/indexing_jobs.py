@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvboost_rag.config import lone_surrogate
 from kvboost_rag.prompt.segments import canonical_text
 
 if TYPE_CHECKING:
@@ -17,10 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 def can_be_chunk(registry: ChunkRegistry, text: str) -> bool:
-    """Whether a text has tokens, and not more than the model's context has room for."""
+    """Whether a text is whole Unicode and has tokens, not more of them than the model's context has room for."""
+    if lone_surrogate(text) is not None:
+        return False
     limit = registry.max_chunk_tokens
     num_tokens = len(registry.tokens.document_ids(canonical_text(text)))
     return num_tokens > 0 and (limit is None or num_tokens <= limit)
+
+
+def whole_unicode(texts: Sequence[str]) -> list[str]:
+    """The texts with a question mark where half a character stands, which no embedding model reads."""
+    return [text if lone_surrogate(text) is None else text.encode("utf-8", "replace").decode() for text in texts]
 
 
 @contextmanager

@@ -104,8 +104,8 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _tools_and_form(body: ChatBody) -> tuple[list[Any], constrained.Form | None]:
     """The tools to offer, and what form the answer must have."""
-    form = constrained.of_response_format(body.response_format)
     if not body.tools:
+        form = constrained.of_response_format(body.response_format)
         if body.tool_choice not in (None, "none", "auto"):
             raise refused("tool_choice", "there are no tools to choose from", "invalid_value")
         return [], form
@@ -114,6 +114,7 @@ def _tools_and_form(body: ChatBody) -> tuple[list[Any], constrained.Form | None]
     except ValueError as error:
         raise refused("tool_choice" if body.tool_choice else "tools", str(error), "invalid_value") from None
     forced = body.tool_choice == "required" or isinstance(body.tool_choice, dict)
+    form = constrained.of_response_format(body.response_format, tools)
     if forced and form is not None:
         raise refused("response_format", "the answer is to be a tool call already", "invalid_value")
     return [dict(tool) for tool in tools], constrained.tool_call(tools) if forced else form

@@ -99,3 +99,31 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytes
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"kvboost-rag\[structured\]"):
         constrained.json_object()
+
+
+def test_an_answer_in_form_or_a_call_instead(engine: KVBoost) -> None:
+    """What an agent with tools and a response format needs: both, and nothing else."""
+    tools = [{"type": "function", "function": {"name": "find", "parameters": SCHEMA}}]
+    place = {"$defs": {"Town": {"enum": ["Oslo"]}}, "type": "object", "properties": {"town": {"$ref": "#/$defs/Town"}}}
+    place |= {"required": ["town"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": place}}
+    form = constrained.of_response_format(wanted, tools)
+    call = '{"name": "find", "arguments": {"city": "Oslo", "year": 1999, "tags": []}}'
+    for text, fits in ((call, True), ('{"town": "Oslo"}', True), ('{"town": "Rome"}', False), ("Hello", False)):
+        assert follows(engine, form, text) is fits, text
+    assert not follows(engine, constrained.of_response_format(wanted), call)
+
+
+def follows(engine: KVBoost, form: Any, text: str) -> bool:
+    """Whether a form lets every token of a text pass."""
+    import torch
+
+    ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+    limit = constrained.processor(form, engine.tokenizer)
+    start = torch.tensor([[1]])
+    for token in ids:
+        scores = limit(start, torch.zeros(1, len(engine.tokenizer)))
+        if scores[0, token] == -float("inf"):
+            return False
+        start = torch.cat([start, torch.tensor([[token]])], 1)
+    return True

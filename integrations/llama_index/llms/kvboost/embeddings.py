@@ -7,6 +7,8 @@ import asyncio
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.llms.kvboost.base import KVBoostLLM
 
+from kvboost_rag.adapters.indexing_jobs import whole_unicode
+
 
 class KVBoostEmbeddings(BaseEmbedding):
     """One model finds documents and chooses what their chunks are encoded after (`EncodingConfig.embedder`).
@@ -25,7 +27,7 @@ class KVBoostEmbeddings(BaseEmbedding):
         return "KVBoost_Embeddings"
 
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-        return [[float(x) for x in row] for row in self.llm.engine.similar.embed(texts)]
+        return [[float(x) for x in row] for row in self.llm.engine.similar.embed(whole_unicode(texts))]
 
     def _get_text_embedding(self, text: str) -> list[float]:
         return self._get_text_embeddings([text])[0]
