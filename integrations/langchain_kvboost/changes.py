@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 
 PAGE = 200
-CHANGES = re.compile(r"_*a?(add|upsert|update|insert|merge|delete|remove|drop|reset|clear|truncate|set)(_|$)")
+CHANGES = re.compile(r"_*a?(add|create|upsert|update|insert|merge|delete|remove|drop|reset|clear|truncate|set)(_|$)")
 """Names of methods that add, change or remove. What merely looks like one is refused as well: it can be called on the
 wrapped store itself."""
 

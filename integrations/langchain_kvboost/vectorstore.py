@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from langchain_core.documents import Document
@@ -13,7 +14,10 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from langchain_kvboost.changes import gone, refuse_unknown_change
+from langchain_kvboost.collection import found_again, named, source_prefix
 from langchain_kvboost.warming import DocumentWarming
+
+logger = logging.getLogger(__name__)
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -41,9 +45,8 @@ class KVBoostVectorStore(VectorStore):
         neighbours: how many similar documents each is encoded behind; default: the model's. 0 embeds nothing.
         document_prompt: as for `KVBoostWarmer`.
         namespace: whose chunks; default: the model's.
-        name: tells stores apart that share one KV store; default: the collection's name. Stores without one (in memory,
-            FAISS) get a name of their own each time they are wrapped: give one where a store that is dumped and loaded
-            again is to go on with the documents it had.
+        name: tells stores apart that share one KV store; default: the collection's name and place. Stores without one
+            (in memory, FAISS) are known again by the documents they hold, also after dumping and loading.
     """
 
     def __init__(
@@ -57,8 +60,21 @@ class KVBoostVectorStore(VectorStore):
         name: str | None = None,
     ) -> None:
         self.vectorstore = vectorstore
-        self.name = name or _collection_name(vectorstore)
+        self._given_name = name
         self._warming = DocumentWarming(llm, vectorstore.embeddings, neighbours, document_prompt, namespace)
+
+    @cached_property
+    def name(self) -> str:
+        """Of the collection; looked up when it is first needed."""
+        known = self._given_name or named(self.vectorstore)
+        if known:
+            return known
+        try:
+            sources = self._warming.sources()
+        except Exception as error:  # trouble with the KV store must not end an indexing job
+            logger.warning("what was added before cannot be looked up: %s", error)
+            sources = []
+        return found_again(self.vectorstore, sources)
 
     similarity_search = _delegated("similarity_search")
     asimilarity_search = _delegated("asimilarity_search")
@@ -83,12 +99,14 @@ class KVBoostVectorStore(VectorStore):
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add to the wrapped store, then warm. Keywords (`ids`, `batch_size`, …) are the wrapped store's."""
+        self._look_up()
         ids = self.vectorstore.add_documents(documents, **kwargs)
         self._warm(documents, ids)
         return ids
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """As `add_documents`; warming runs in a thread."""
+        await asyncio.to_thread(self._look_up)
         ids = await self.vectorstore.aadd_documents(documents, **kwargs)
         await asyncio.to_thread(self._warm, documents, ids)
         return ids
@@ -120,35 +138,48 @@ class KVBoostVectorStore(VectorStore):
 
         Without ids (everything, or what a filter says) the wrapped store is asked which of the documents are left.
         """
+        self._look_up()
         deleted = self.vectorstore.delete(ids, **kwargs)
         self._after_delete(ids, kwargs)
         return deleted
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """As `delete`; evicting runs in a thread."""
+        await asyncio.to_thread(self._look_up)
         deleted = await self.vectorstore.adelete(ids, **kwargs)
         await asyncio.to_thread(self._after_delete, ids, kwargs)
         return deleted
 
     def update_document(self, document_id: str, document: Document) -> None:
         """As the wrapped store's (Chroma): the new text is warmed, the old one evicted."""
+        self._look_up()
         self.vectorstore.update_document(document_id, document)  # type: ignore[attr-defined]
         self._warm([document], [document_id])
 
     def update_documents(self, ids: list[str], documents: list[Document]) -> None:
         """As `update_document`, for several."""
+        self._look_up()
         self.vectorstore.update_documents(ids, documents)  # type: ignore[attr-defined]
         self._warm(documents, ids)
 
     def delete_collection(self) -> None:
         """As the wrapped store's, and everything that was added through this object or its name is evicted."""
+        own = self._own_ids()
         self.vectorstore.delete_collection()  # type: ignore[attr-defined]
-        self._evict(self._own_ids())
+        self._evict(own)
+
+    async def adelete_collection(self) -> None:
+        """As `delete_collection` (PGVector)."""
+        own = await asyncio.to_thread(self._own_ids)
+        await self.vectorstore.adelete_collection()  # type: ignore[attr-defined]
+        await asyncio.to_thread(self._evict, own)
 
     def reset_collection(self) -> None:
         """As `delete_collection`; the store is empty afterwards."""
+        own = self._own_ids()
         self.vectorstore.reset_collection()  # type: ignore[attr-defined]
-        self._evict(self._own_ids())
+        self._evict(own)
+        del self.name  # it may be another collection now
 
     def sync_deleted(self) -> int:
         """Evict documents that the wrapped store does not hold any more, however they went; returns how many.
@@ -188,6 +219,10 @@ class KVBoostVectorStore(VectorStore):
         refuse_unknown_change(self.vectorstore, name)
         return getattr(self.vectorstore, name)
 
+    def _look_up(self) -> str:
+        """The name, while the store still holds what it is known by."""
+        return self.name
+
     def _after_delete(self, ids: Sequence[str] | None, others: dict[str, Any]) -> None:
         if ids is not None and not others:
             self._evict(ids)
@@ -196,7 +231,7 @@ class KVBoostVectorStore(VectorStore):
 
     def _own_ids(self) -> list[str]:
         """Ids of the documents that were added under this store's name."""
-        before = self._source("")
+        before = source_prefix(self.name)
         return [source.removeprefix(before) for source in self._warming.sources() if source.startswith(before)]
 
     def _warm(self, documents: Sequence[Document], ids: Sequence[str]) -> None:
@@ -209,7 +244,7 @@ class KVBoostVectorStore(VectorStore):
 
     def _source(self, document_id: str) -> str:
         # The store takes half a character in an id, catalogs do not.
-        return f"langchain:{self.name}:{document_id}".encode("utf-8", "backslashreplace").decode()
+        return f"{source_prefix(self.name)}{document_id}".encode("utf-8", "backslashreplace").decode()
 
 
 def _documents(
@@ -228,13 +263,3 @@ def _documents(
 
 def _with_ids(ids: list[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs if ids is None else {**kwargs, "ids": ids}
-
-
-def _collection_name(vectorstore: VectorStore) -> str:
-    """A name that the store itself gives its collection, else one that nobody else has."""
-    for attribute in ("collection_name", "_collection_name", "index_name"):
-        name = getattr(vectorstore, attribute, None)
-        if isinstance(name, str) and name:
-            return name
-    collection = getattr(getattr(vectorstore, "_collection", None), "name", None)
-    return collection if isinstance(collection, str) and collection else uuid.uuid4().hex

@@ -171,7 +171,9 @@ class DocumentWarming:
         texts = [segment_text(document, self._document_prompt) for document in documents]
         usable = [text if can_be_chunk(engine.registry, text) else "" for text in texts]
         if num_odd := usable.count(""):
-            logger.warning("%d of %d documents are empty, too long or no whole Unicode: no chunks", num_odd, len(texts))
+            logger.warning(
+                "%d of %d documents are empty or too long to be chunks (or not Unicode)", num_odd, len(texts)
+            )
         return usable
 
     def _vectors(self, engine: KVBoost, documents: Sequence[Document]) -> ModelVectors | None:
