@@ -1,7 +1,7 @@
 """Is it still the same model? Strategies of reuse against full prefill on the same token ids.
 
 usage: python benchmarks/quality.py --out FILE.jsonl [--files hotpotqa_60.json musique_60.json]
-           [--datasets hotpotqa musique needle bugs reference short turns]
+           [--datasets hotpotqa musique needle bugs code reference short turns]
            [--arms main|quick|half|fidelity|anchor|rows|ratio|…]
            [--cases 60] [--model bundled:smollm2] [--dtype float32] [--minutes 8] [--quick]
 
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from kvbench.arms import ABLATIONS, HALF, MAIN, QUICK, Arm
 from kvbench.cases import Case, bugs, conversations, from_file, needles
+from kvbench.code import code
 from kvbench.machine import this_machine
 from kvbench.own_cases import reference, reference_documents, short
 from kvbench.runner import Runner
@@ -31,7 +32,7 @@ from kvbench.tables import plain_table
 
 from kvboost_rag.indexing.embeddings import Embed, load_embedder
 
-OWN = ("needle", "bugs", "reference", "short")
+OWN = ("needle", "bugs", "code", "reference", "short")
 """Data sets that need no file."""
 WHOLE = 60
 """Cases that a data set consists of, however few of them are asked."""
@@ -50,6 +51,8 @@ def make_cases(args: argparse.Namespace, runner: Runner, embed: Embed) -> list[l
             groups.append(bugs(runner.count_tokens, count))
         elif name == "reference":
             groups.append(reference(runner.count_tokens, embed, count))
+        elif name == "code":
+            groups.append(code(count))
         elif name == "short":
             groups.append(short(count))
         elif name == "turns":

@@ -15,6 +15,7 @@ for name in [name for name in os.environ if name.startswith("KVBOOST_") and name
     del os.environ[name]
 # Embedding and encoding contexts are not what most tests look at; those that do say so.
 os.environ["KVBOOST_NEIGHBOURS"] = "0"
+os.environ["KVBOOST_CONTEXTS"] = "1"  # where a test wants neighbours it counts those of one context
 
 if TYPE_CHECKING:
     from pathlib import Path

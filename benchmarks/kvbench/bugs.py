@@ -39,10 +39,17 @@ class Bug:
 
 
 @dataclass(frozen=True)
-class _Function:
+class Function:
+    """A function's source text, and the file it is from (`json/encoder.py`)."""
+
     module: str
     name: str
     source: str
+
+    @property
+    def document(self) -> str:
+        """As it stands in a prompt."""
+        return f"# {self.module}\n{self.source}"
 
 
 def make_bugs(count_tokens: Callable[[str], int], count: int, num_files: int, seed: int = 0) -> list[Bug]:
@@ -51,7 +58,7 @@ def make_bugs(count_tokens: Callable[[str], int], count: int, num_files: int, se
     Raises:
         ValueError: the installed packages hold too few functions of a fitting size.
     """
-    functions = [f for f in _functions() if count_tokens(f.source) <= MAX_TOKENS]
+    functions = [f for f in known_functions() if count_tokens(f.source) <= MAX_TOKENS]
     if len(functions) < 4 * num_files:
         raise ValueError(f"found {len(functions)} functions in {', '.join(PACKAGES)}: too few")
     draw = random.Random(seed)
@@ -64,7 +71,7 @@ def make_bugs(count_tokens: Callable[[str], int], count: int, num_files: int, se
         if broken is None:
             continue
         source, line, wrong = broken
-        sources = [f"# {f.module}\n{f.source}" for f in chosen]
+        sources = [f.document for f in chosen]
         sources[place] = f"# {chosen[place].module}\n{source}"
         traceback = f"Traceback (most recent call last):\n    {line}\nNameError: name '{wrong}' is not defined"
         bugs.append(Bug(tuple(sources), place, traceback))
@@ -97,11 +104,12 @@ def misspell(source: str, draw: random.Random) -> tuple[str, str, str] | None:
 
 
 @cache
-def _functions() -> tuple[_Function, ...]:
+def known_functions() -> tuple[Function, ...]:
+    """All that are long enough, of the installed `PACKAGES`."""
     return tuple(_read_functions())
 
 
-def _read_functions() -> Iterator[_Function]:
+def _read_functions() -> Iterator[Function]:
     for package in PACKAGES:
         spec = find_spec(package)
         for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -110,7 +118,7 @@ def _read_functions() -> Iterator[_Function]:
                     yield from _functions_in(path, f"{package}/{path.relative_to(folder)}")
 
 
-def _functions_in(path: Path, module: str) -> Iterator[_Function]:
+def _functions_in(path: Path, module: str) -> Iterator[Function]:
     try:
         text = path.read_text("utf-8")
         tree = ast.parse(text)
@@ -123,4 +131,4 @@ def _functions_in(path: Path, module: str) -> Iterator[_Function]:
                 ast.parse(source)
             except SyntaxError:  # a string that begins at the left edge upsets dedent
                 continue
-            yield _Function(module, node.name, source)
+            yield Function(module, node.name, source)

@@ -26,7 +26,7 @@ class CalibratedDefaults:
     recompute_ratio: float = 0.05
     repair_options: Mapping[str, Any] = field(default_factory=dict)
     neighbours: int = 4
-    contexts: int = 1
+    contexts: int = 2
     context_weights: Any = None
     quantization: str = "none"
 

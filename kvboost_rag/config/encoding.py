@@ -35,8 +35,8 @@ class EncodingConfig:
             (`KVBOOST_NEIGHBOURS`). 0: none, and nothing is embedded.
         contexts: how many such contexts `warm` encodes a chunk after, one forward each: what stands before it in its
             document and the nearest chunks, then the next nearest. The KV behind each is combined into one (see
-            `context_weights`): nearer to full prefill, at the same size and the same cost when it is used. Default 1
-            (`KVBOOST_CONTEXTS`).
+            `context_weights`): nearer to full prefill, at the same size and the same cost when it is used. Default 2
+            (`KVBOOST_CONTEXTS`), 1 with `groups`.
         context_weights: how they are combined, as calibration fitted it for the model
             (`encode.mixture.ContextWeights`); None: the profile's, and where there is none the plain mean.
         siblings: whether the first chunk of a chunk's document and the one just before it belong into its context.
@@ -93,7 +93,7 @@ class EncodingConfig:
         env = os.environ if environ is None else environ
         from_env = env_int(env, "KVBOOST_NEIGHBOURS")
         neighbours = default.neighbours if from_env is None else from_env
-        contexts = _contexts(env) or default.contexts
+        contexts = _contexts(env) or (1 if self.groups else default.contexts)
         return replace(
             self,
             neighbours=neighbours if self.neighbours is None else self.neighbours,

@@ -1,7 +1,8 @@
 """What calibration found for one model, kept in a file that the engine reads when it starts.
 
 A profile belongs to a model's fingerprint and to a version of transformers: either may change what reuse costs in
-accuracy. Any other combination has no profile.
+accuracy. Any other combination has no profile. Those that are shipped with the package hold for all versions with the
+same first number.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def load_profile(fingerprint: str, folder: Path | None = None) -> ModelProfile |
     A file that cannot be used is logged and counts as none: a model must start without it.
     """
     path = profile_path(fingerprint, None, folder)
-    if not path.is_file() and (shipped := profile_path(fingerprint, None, SHIPPED)).is_file():
-        path = shipped
+    shipped = None if path.is_file() else _shipped(fingerprint)
+    path = shipped or path
     try:
         raw = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -159,13 +160,20 @@ def load_profile(fingerprint: str, folder: Path | None = None) -> ModelProfile |
         return None
     try:
         profile = _from_json(raw)
-        if profile.fingerprint != fingerprint or profile.transformers != version("transformers"):
+        other_version = shipped is None and profile.transformers != version("transformers")
+        if profile.fingerprint != fingerprint or other_version:
             raise ValueError("it belongs to another model or version of transformers")
         profile.defaults  # noqa: B018 - unknown strategies and ratios out of range raise here
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         logger.warning("the profile %s is ignored: %s: %s", path, type(error).__name__, error)
         return None
     return profile
+
+
+def _shipped(fingerprint: str) -> Path | None:
+    """The shipped file of the installed series of transformers; `scripts/ship_profiles.py` keeps one a model."""
+    series = f"{version('transformers').partition('.')[0]}.*"
+    return max(SHIPPED.glob(profile_path(fingerprint, series, SHIPPED).name), default=None)
 
 
 def _from_json(raw: Any) -> ModelProfile:

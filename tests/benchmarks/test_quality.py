@@ -271,3 +271,42 @@ def test_own_cases_need_no_file():
         assert any(answer.lower() in document.lower() for answer in case.answers for document in case.documents) or (
             case.answers[0] in ("no", "six", "forty", "ten", "four")
         )
+
+
+def test_code_questions_are_answered_by_one_of_their_functions():
+    from kvbench.code import code
+
+    cases = code(40)
+    assert len(cases) > 20  # a version of Python may lack some
+    assert {dict(case.traits)["split"] for case in cases} == {"fit", "test"}
+    for case in cases:
+        name = case.messages()[1]["content"].split("the function ")[-1].split()[0].rstrip("?")
+        (about,) = [text for text in case.documents if f"def {name}(" in text]
+        assert case.answers[0] in about
+        assert len(set(case.documents)) == 8
+        assert all(document in prompt_of(case) for document in case.documents)
+
+
+def test_code_questions_leave_out_what_this_python_answers_otherwise(monkeypatch: pytest.MonkeyPatch):
+    from kvbench import code
+
+    source = "def f(value):\n    # more\n    # lines\n    return value.strip()"
+    assert code.answer_to("returns", code.Function("json/a.py", "f", source)) == "value.strip()"
+    assert code.answer_to("where", code.Function("json/a.py", "f", source)) == "json/a.py"
+    assert code.answer_to("returns", code.Function("json/a.py", "f", source + "\n    return 2")) is None
+    assert code.answer_to("returns", code.Function("json/a.py", "f", source.replace(".strip()", ""))) is None
+    everything = code._library()
+    before = len(code.code(40))
+    gone = next(iter(code.code(1))).documents[0]
+    monkeypatch.setattr(code, "_library", lambda: {k: f for k, f in everything.items() if f.document != gone})
+    assert len(code.code(40)) < before
+
+
+def test_made_code_questions_are_the_same_for_a_seed():
+    from kvbench.code import make_records
+
+    records = make_records(count_tokens, 6, seed=5)
+    assert records == make_records(count_tokens, 6, seed=5) != make_records(count_tokens, 6, seed=6)
+    assert [r["kind"] for r in records] == ["returns", "where"] * 3
+    assert [r["split"] for r in records] == ["fit"] * 3 + ["test"] * 3
+    assert all(r["about"] in r["documents"] for r in records)

@@ -65,9 +65,12 @@ def kv_bytes(engine: KVBoost, text: str) -> bytes:
     return b"".join(t.numpy().tobytes() for t in (*fetched.kv.keys, *fetched.kv.values))
 
 
-def test_four_neighbours_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_contexts_of_four_neighbours_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVBOOST_NEIGHBOURS")
-    assert EncodingConfig().resolve().neighbours == 4
+    monkeypatch.delenv("KVBOOST_CONTEXTS")
+    assert (EncodingConfig().resolve().neighbours, EncodingConfig().resolve().contexts) == (4, 2)
+    assert EncodingConfig(groups=True).resolve().contexts == 1  # what is asked for there is cheapness
+    assert EncodingConfig(groups=True, contexts=2).resolve().contexts == 2
     monkeypatch.setenv("KVBOOST_NEIGHBOURS", "1")
     assert EncodingConfig().resolve().neighbours == 1
     monkeypatch.setenv("KVBOOST_NEIGHBOURS", "some")

@@ -270,6 +270,18 @@ def test_a_shipped_profile_counts_where_the_user_has_none(tmp_path: Path, monkey
     assert load_profile(shipped.fingerprint, tmp_path / "own") == own
 
 
+def test_a_shipped_profile_holds_for_the_series_and_one_of_the_users_for_its_version(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("kvboost_rag.models.profile.SHIPPED", tmp_path / "shipped")
+    series = version("transformers").partition(".")[0]
+    later, other = (replace(profile(Setting()), transformers=f"{number}.99.0") for number in (series, int(series) + 1))
+    save_profile(other, tmp_path / "shipped")
+    assert load_profile(later.fingerprint, tmp_path / "own") is None
+    save_profile(later, tmp_path / "own")
+    assert load_profile(later.fingerprint, tmp_path / "own") is None
+    save_profile(later, tmp_path / "shipped")
+    assert load_profile(later.fingerprint, tmp_path / "own") == later
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"format": 1}', '{"format": 99}', "null"])
 def test_damaged_profiles_are_ignored_and_logged(tmp_path: Path, damage: str, caplog):
     path = save_profile(profile(Setting()), tmp_path)
