@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvbench.arms import ABLATIONS, HALF, MAIN, QUICK, Arm
+from kvbench.arms import ABLATIONS, FIDELITY, HALF, MAIN, QUICK, Arm
 from kvbench.cases import Case, bugs, conversations, from_file, needles
 from kvbench.code import code
 from kvbench.machine import this_machine
@@ -79,7 +79,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def arms_of(names: Sequence[str]) -> tuple[Arm, ...]:
-    known = {"main": MAIN, "quick": QUICK, "half": HALF, **ABLATIONS}
+    known = {"main": MAIN, "quick": QUICK, "half": HALF, "fidelity": FIDELITY, **ABLATIONS}
     if unknown := [n for n in names if n not in known]:
         raise SystemExit(f"unknown arms {', '.join(unknown)}; known: {', '.join(known)}")
     return tuple(dict.fromkeys(arm for name in names for arm in known[name]))

@@ -81,6 +81,16 @@ MAIN = (
 QUICK = (MAIN[0], BASELINE, MAIN[3], MAIN[5], MAIN[6], Arm(QueryRepair(), 0.30, 4))
 HALF = (Arm(QueryRepair(), 0.50, 4),)
 """What it takes for the same answer on four questions of five."""
+FIDELITY = (
+    *(
+        Arm(strategy, ratio, 4, contexts=contexts)
+        for contexts in (1, 2)
+        for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
+    ),
+    *(Arm(strategy, 0.05, 4, contexts=2) for strategy in (RandomRepair(), OracleRepair())),
+    Arm(NoRepair(), 0.0, rounded=True),
+)
+"""What the default is decided by, and what it is held against."""
 _BASE = Arm(QueryRepair(), 0.10, 4)
 ABLATIONS: dict[str, tuple[Arm, ...]] = {
     "anchor": tuple(Arm(NoRepair(), 0.0, anchor=anchor) for anchor in ("", "bos", "auto", "head")),
@@ -109,15 +119,6 @@ ABLATIONS: dict[str, tuple[Arm, ...]] = {
     "choice": tuple(
         Arm(strategy, 0.05, 4, contexts=2)
         for strategy in (RandomRepair(), QueryRepair(), CacheBlendRepair(), OracleRepair())
-    ),
-    "fidelity": (
-        *(
-            Arm(strategy, ratio, 4, contexts=contexts)
-            for contexts in (1, 2)
-            for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
-        ),
-        *(Arm(strategy, 0.05, 4, contexts=2) for strategy in (RandomRepair(), OracleRepair())),
-        Arm(NoRepair(), 0.0, rounded=True),
     ),
     "short": tuple(Arm(QueryRepair(), 0.05, 4, full_below=bound) for bound in (0, 128, 256)),
     "edited": (replace(_BASE, neighbours=0), replace(_BASE, neighbours=0, edited=True)),

@@ -27,7 +27,7 @@ Documents = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
-class _Corpus:
+class Corpus:
     """The chunks of a data set."""
 
     index: VectorIndex
@@ -35,7 +35,7 @@ class _Corpus:
     places: Mapping[str, tuple[str, str]]
 
     @classmethod
-    def of(cls, documents: Documents, embed: Embed, count_tokens: Callable[[str], int]) -> _Corpus:
+    def of(cls, documents: Documents, embed: Embed, count_tokens: Callable[[str], int]) -> Corpus:
         texts = list(dict.fromkeys(text for document in documents for text in document))
         index = VectorIndex()
         index.add(texts, embed(texts))
@@ -62,7 +62,7 @@ class Runner(ExitStack):
         self._rounded: KVBoost | None = None
         self._answer_tokens = answer_tokens
         self._engines: dict[tuple[int, str, str, bool, int | None], KVBoost] = {}
-        self._corpora: dict[str, _Corpus] = {}
+        self._corpora: dict[str, Corpus] = {}
         self._index_costs: dict[tuple[int, int, bool], float] = {}
         self.count_tokens = self._engine(0, "none", "auto").tokens.count
 
@@ -75,7 +75,7 @@ class Runner(ExitStack):
         """
         for dataset in dict.fromkeys(case.dataset for case in cases):
             alone = [[d] for case in cases if case.dataset == dataset for d in case.documents]
-            self._corpora[dataset] = _Corpus.of(documents.get(dataset, alone), embed, self.count_tokens)
+            self._corpora[dataset] = Corpus.of(documents.get(dataset, alone), embed, self.count_tokens)
 
     def rows(self, case: Case, arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
         """One result per arm, ready for JSON."""

@@ -186,19 +186,19 @@ def test_the_oracle_takes_what_differs_and_is_looked_at_and_leaves_the_buffer_as
 def test_every_arm_runs_and_a_run_can_be_continued(tiny_model, questions: Path, tmp_path: Path, monkeypatch, capsys):
     import quality
     from kvbench import runner
-    from kvbench.arms import ABLATIONS, MAIN
+    from kvbench.arms import ABLATIONS, FIDELITY, MAIN
 
     loaded = tiny_model("llama", num_hidden_layers=4)
     rounded = tiny_model("llama", num_hidden_layers=4, dtype=torch.bfloat16)
     monkeypatch.setattr(runner, "load_model", lambda model, dtype: rounded if dtype == "bfloat16" else loaded)
     monkeypatch.setattr(quality, "load_embedder", lambda: letter_counts)
     out = tmp_path / "quality.jsonl"
-    arms = ["main", *ABLATIONS]
+    arms = ["main", "fidelity", *ABLATIONS]
     command = ["quality.py", "--out", out, "--files", questions, "--datasets", "hotpotqa", "--arms", *arms]
     monkeypatch.setattr(sys, "argv", [*map(str, command), "--cases", "1", "--answer-tokens", "3"])
     quality.main()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    expected = {arm.name for group in (MAIN, *ABLATIONS.values()) for arm in group}
+    expected = {arm.name for group in (MAIN, FIDELITY, *ABLATIONS.values()) for arm in group}
     assert {row["arm"] for row in rows} == expected
     assert len(rows) == len(expected)
     by_arm = {row["arm"]: row for row in rows}
