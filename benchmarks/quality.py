@@ -2,7 +2,7 @@
 
 usage: python benchmarks/quality.py --out FILE.jsonl [--files hotpotqa_60.json musique_60.json]
            [--datasets hotpotqa musique needle bugs code reference short turns]
-           [--arms main|quick|half|fidelity|anchor|rows|ratio|…]
+           [--arms main|quick|half|fidelity|anchor|rows|ratio|…] [--orders rank reversed shuffled-1]
            [--cases 60] [--model bundled:smollm2] [--dtype float32] [--minutes 8] [--quick]
 
 Each line of the output is one prompt answered by one arm: KL(full ‖ ours) in nats at the first token and over full
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvbench.arms import ABLATIONS, FIDELITY, HALF, MAIN, QUICK, Arm
-from kvbench.cases import Case, bugs, conversations, from_file, needles
+from kvbench.cases import Case, bugs, conversations, from_file, needles, reordered
 from kvbench.code import code
 from kvbench.machine import this_machine
 from kvbench.own_cases import reference, reference_documents, short
@@ -67,6 +67,11 @@ def interleaved(groups: Sequence[Sequence[Case]], count: int) -> list[Case]:
     return [group[i] for i in range(count) for group in groups if i < len(group)]
 
 
+def ordered(cases: Sequence[Case], orders: Sequence[str]) -> list[Case]:
+    """Every case with its documents in every order."""
+    return [case if order == "rank" else reordered(case, order) for case in cases for order in orders]
+
+
 def check_files(args: argparse.Namespace) -> None:
     """Data sets that come from files need them; said before a model is loaded."""
     stems = {path.stem.partition("_")[0] for path in args.files}
@@ -76,6 +81,12 @@ def check_files(args: argparse.Namespace) -> None:
             raise SystemExit(f"--datasets {name} needs its file: --files PATH/{name}_60.json")
         if name == "turns" and not args.files:
             raise SystemExit("--datasets turns needs a file of questions: --files PATH/hotpotqa_60.json")
+
+
+def check_orders(orders: Sequence[str]) -> None:
+    for order in orders:
+        if order not in ("rank", "reversed") and not order.startswith("shuffled-"):
+            raise SystemExit(f"--orders {order}: expected rank, reversed or shuffled-SEED")
 
 
 def arms_of(names: Sequence[str]) -> tuple[Arm, ...]:
@@ -127,6 +138,7 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="only print what a file holds")
     parser.add_argument("--files", type=Path, nargs="+", default=[])
     parser.add_argument("--datasets", nargs="+", choices=DATASETS)
+    parser.add_argument("--orders", nargs="+", default=["rank"], help="of documents: rank, reversed, shuffled-SEED")
     parser.add_argument("--arms", nargs="+", default=["main"])
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--answer-tokens", type=int, default=16)
@@ -141,6 +153,7 @@ def main() -> None:
         print(shown(args.show))
         return
     check_files(args)
+    check_orders(args.orders)
     arms = arms_of(args.arms)
     print(this_machine().line())
     with Runner(args.model, args.dtype, args.answer_tokens) as runner:
@@ -148,7 +161,7 @@ def main() -> None:
         groups = make_cases(args, runner, embed)
         known = [case for group in groups for case in group]
         runner.read_corpora(known, embed, {"reference": reference_documents(runner.count_tokens)})
-        cases = interleaved(groups, args.cases)
+        cases = ordered(interleaved(groups, args.cases), args.orders)
         with args.out.open("a") as file:
             for row in measure(args, runner, cases, arms):
                 print(json.dumps(row), file=file, flush=True)

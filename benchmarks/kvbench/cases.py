@@ -122,6 +122,27 @@ def rechunked(case: Case, count_tokens: CountTokens, chunk_tokens: int) -> Case:
     return Case(**(vars(case) | {"documents": tuple(pieces)}))
 
 
+def reordered(case: Case, order: str) -> Case:
+    """The case with its documents in another order: `reversed`, or `shuffled-SEED`.
+
+    Results are kept apart from those in the retriever's order: the data set is called `hotpotqa, reversed`.
+
+    Raises:
+        ValueError: the documents do not stand one behind the other in one message.
+    """
+    documents = list(case.documents)
+    if order == "reversed":
+        documents.reverse()
+    else:
+        random.Random(order).shuffle(documents)
+    before, after = ("\n\n".join(texts) for texts in (case.documents, documents))
+    if not any(before in content for _, content in case.conversation):
+        raise ValueError(f"{case.name}: documents that do not stand together have no other order")
+    turns = tuple((role, content.replace(before, after)) for role, content in case.conversation)
+    names = {"dataset": f"{case.dataset}, {order}", "name": f"{case.name}-{order}"}
+    return Case(**(vars(case) | names | {"documents": tuple(documents), "conversation": turns}))
+
+
 def edited(case: Case, seed: int = 0) -> tuple[Case, Sequence[str]]:
     """The case with one word of each document changed, and the texts before the edit."""
     draw = random.Random(seed)

@@ -108,7 +108,7 @@ class Runner(ExitStack):
         if arm.edited:
             engine.warm(original.documents, neighbours=None)  # what stands in the prompt is not what was indexed
             return engine
-        corpus = self._corpora.get(original.dataset)
+        corpus = self._corpora.get(original.dataset.partition(",")[0])  # whatever the order of the documents
         contexts = corpus.contexts(shaped.documents, arm) if corpus is not None else None
         report = engine.warm(shaped.documents, neighbours=contexts)
         if report.encoded_chunk_tokens:  # else they are as an arm before left them

@@ -124,6 +124,24 @@ def test_conversations_keep_earlier_documents_and_answers(questions: Path):
     assert (first.answers, second.answers) == (("Number2",), ("Number5",))
 
 
+@pytest.mark.parametrize("order", ["reversed", "shuffled-1", "shuffled-2"])
+def test_other_orders_have_the_same_documents_and_question(questions: Path, order: str):
+    from kvbench.cases import bugs, conversations, from_file, reordered
+
+    for case in (*from_file(questions, 2), *bugs(count_tokens, 1)):
+        other = reordered(case, order)
+        assert sorted(other.documents) == sorted(case.documents)
+        assert other == reordered(case, order)
+        assert (other.dataset, other.name) == (f"{case.dataset}, {order}", f"{case.name}-{order}")
+        assert "\n\n".join(other.documents) in prompt_of(other)
+        assert len(prompt_of(other)) == len(prompt_of(case))
+        assert prompt_of(other)[-60:] == prompt_of(case)[-60:]
+    reversed_one, shuffled = (reordered(from_file(questions, 1)[0], o).documents for o in ("reversed", order))
+    assert (reversed_one == shuffled) == (order == "reversed")
+    with pytest.raises(ValueError, match="turns-0"):
+        reordered(conversations(questions, 1)[0], order)
+
+
 def test_edits_change_one_word_of_each_document(questions: Path):
     from kvbench.cases import edited, from_file
 
@@ -218,7 +236,14 @@ def letter_counts(texts):
     return np.array([[text.count(c) for c in "0123456789abcdef"] for text in texts], dtype=np.float32)
 
 
-@pytest.mark.parametrize("arguments", [["--datasets", "musique"], ["--arms", "magic", "--datasets", "needle"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--datasets", "musique"],
+        ["--arms", "magic", "--datasets", "needle"],
+        ["--orders", "odd", "--datasets", "needle"],
+    ],
+)
 def test_wrong_arguments_are_said_before_anything_is_loaded(tmp_path: Path, arguments: list[str], monkeypatch):
     import quality
     from kvbench import runner
