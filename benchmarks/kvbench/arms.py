@@ -27,6 +27,7 @@ class Arm:
         contexts: encoding contexts of a chunk, as `EncodingConfig.contexts`.
         siblings: whether what stands before a chunk in its document belongs into its context.
         full_below: as `ReuseConfig.full_below`.
+        leading: as `EncodingConfig.leading`.
         rounded: nothing is reused; full prefill in bfloat16, the scale for all others.
     """
 
@@ -41,11 +42,13 @@ class Arm:
     siblings: bool = True
     full_below: int = 0
     rounded: bool = False
+    leading: bool = False
 
     @property
-    def needs_sensitivity(self) -> bool:
-        """Whether chunks have to be encoded with their context sensitivity."""
-        return "sensitivity" in (self.strategy.name, getattr(self.strategy, "weight", None))
+    def kept(self) -> tuple[str, ...]:
+        """What is stored of chunks besides their KV: fields of `EncodingConfig`."""
+        sensitivity = "sensitivity" in (self.strategy.name, getattr(self.strategy, "weight", None))
+        return ("sensitivity",) * sensitivity + ("leading",) * self.leading
 
     @property
     def name(self) -> str:
@@ -60,6 +63,7 @@ class Arm:
         parts += [f"chunks of {self.chunk_tokens}"] if self.chunk_tokens is not None else []
         parts += ["edited"] if self.edited else []
         parts += [f"{self.contexts} contexts"] if self.contexts > 1 else []
+        parts += ["leading"] if self.leading else []
         parts += [] if self.siblings else ["no siblings"]
         parts += [f"all below {self.full_below}"] if self.full_below else []
         return ", ".join(parts)
@@ -114,6 +118,12 @@ ABLATIONS: dict[str, tuple[Arm, ...]] = {
         Arm(strategy, ratio, 4, contexts=contexts, siblings=siblings)
         for contexts in (1, 2)
         for siblings in (True, False)
+        for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
+    ),
+    "leading": tuple(
+        Arm(strategy, ratio, 4, contexts=contexts, leading=leading)
+        for contexts in (1, 2)
+        for leading in (False, True)
         for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
     ),
     "choice": tuple(

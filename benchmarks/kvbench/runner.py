@@ -61,9 +61,9 @@ class Runner(ExitStack):
         self._loaded = load_model(model, dtype=dtype)
         self._rounded: KVBoost | None = None
         self._answer_tokens = answer_tokens
-        self._engines: dict[tuple[int, str, str, bool, int | None], KVBoost] = {}
+        self._engines: dict[tuple[Any, ...], KVBoost] = {}
         self._corpora: dict[str, Corpus] = {}
-        self._index_costs: dict[tuple[int, int, bool], float] = {}
+        self._index_costs: dict[tuple[Any, ...], float] = {}
         self.count_tokens = self._engine(0, "none", "auto").tokens.count
 
     def read_corpora(self, cases: Sequence[Case], embed: Embed, documents: Mapping[str, Documents]) -> None:
@@ -104,7 +104,7 @@ class Runner(ExitStack):
 
     def _warmed(self, shaped: Case, original: Case, arm: Arm) -> KVBoost:
         anchor = {"bos": self._loaded.tokenizer.bos_token or "", "head": self._head(shaped)}.get(arm.anchor, arm.anchor)
-        engine = self._engine(arm.neighbours, arm.quantization, anchor, arm.needs_sensitivity, arm.chunk_tokens)
+        engine = self._engine(arm.neighbours, arm.quantization, anchor, arm.kept, arm.chunk_tokens)
         if arm.edited:
             engine.warm(original.documents, neighbours=None)  # what stands in the prompt is not what was indexed
             return engine
@@ -113,7 +113,7 @@ class Runner(ExitStack):
         report = engine.warm(shaped.documents, neighbours=contexts)
         if report.encoded_chunk_tokens:  # else they are as an arm before left them
             cost = report.encoded_tokens / report.encoded_chunk_tokens
-            self._index_costs[arm.neighbours, arm.contexts, arm.siblings] = cost
+            self._index_costs[arm.neighbours, arm.contexts, arm.siblings, arm.kept] = cost
         return engine
 
     def _head(self, case: Case) -> str:
@@ -128,13 +128,13 @@ class Runner(ExitStack):
         neighbours: int,
         quantization: str,
         anchor: str,
-        sensitivity: bool = False,
+        kept: tuple[str, ...] = (),
         chunk_tokens: int | None = None,
     ) -> KVBoost:
         # One for each chunk size: a whole document that is known would be found before its pieces.
-        key = neighbours, quantization, anchor, sensitivity, chunk_tokens
+        key = neighbours, quantization, anchor, kept, chunk_tokens
         if key not in self._engines:
-            encoding = EncodingConfig(anchor=anchor, quantization=quantization, sensitivity=sensitivity)
+            encoding = EncodingConfig(anchor=anchor, quantization=quantization, **dict.fromkeys(kept, True))
             engine = KVBoost(self._loaded, store=MemoryStore(STORE_BYTES), encoding=encoding, profile=None)
             self._engines[key] = self.enter_context(engine)
         return self._engines[key]
@@ -168,7 +168,7 @@ class Runner(ExitStack):
             "input_tokens": ours.input_tokens,
             "cached_tokens": ours.cached_tokens,
             "recomputed_tokens": ours.recomputed_tokens,
-            "index_tokens": self._index_costs.get((arm.neighbours, arm.contexts, arm.siblings)),
+            "index_tokens": self._index_costs.get((arm.neighbours, arm.contexts, arm.siblings, arm.kept)),
         }
 
     @staticmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -10,8 +12,13 @@ from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck,
 from kvboost_rag.kv import quantization
 from kvboost_rag.kv.assemble import PlacedChunk, PlacedEntry
 
+_T = TypeVar("_T")
 SENSITIVITY = "sensitivity"
 """Name of the tensor `[seq_len]` in a stored entry."""
+
+LEADING = "leading."
+"""What names begin with, of tensors and meta strings of a chunk's KV after the anchor alone."""
+LEADING_CODEC = "k8v8"
 
 
 @dataclass(frozen=True)
@@ -48,17 +55,25 @@ class FetchedChunk:
         whole = self.sensitivity
         return None if whole is None else whole[segment.chunk_start : segment.chunk_start + len(segment.token_ids)]
 
-    def placed(self, segment: Segment, low: int, high: int) -> PlacedEntry | PlacedChunk:
+    @property
+    def leading(self) -> StoreEntry:
+        """As it stands after the anchor alone, as an entry of its own; the chunk itself where that is not stored."""
+        tensors, meta = _leading_part(self.payload.tensors), _leading_part(self.payload.meta)
+        return replace(self.payload, tensors=tensors, meta=meta) if tensors else self.payload
+
+    def placed(self, segment: Segment, low: int, high: int, leading: bool = False) -> PlacedEntry | PlacedChunk:
         """The chunk's tokens that stand in a prompt, to be placed there.
 
         Args:
             low, high: positions `[low, high)` that may be written: the chunk as a whole, if it fits in there.
+            leading: no document stands before it.
         """
+        payload = self.leading if leading else self.payload
         start = segment.start - segment.chunk_start
-        if low <= start and start + len(self.payload.token_ids) <= high:
-            return PlacedEntry(self.payload, start)
+        if low <= start and start + len(payload.token_ids) <= high:
+            return PlacedEntry(payload, start)
         rows = slice(segment.chunk_start, segment.chunk_start + len(segment.token_ids))
-        kv = self.kv
+        kv = quantization.decode(payload.tensors, payload.meta)
         part = ChunkKV(tuple(k[:, :, rows] for k in kv.keys), tuple(v[:, :, rows] for v in kv.values))
         return PlacedChunk(part, segment.start)
 
@@ -66,6 +81,16 @@ class FetchedChunk:
     def kv(self) -> ChunkKV:
         """Position-free KV in the model's dtype; decoded at each call."""
         return quantization.decode(self.payload.tensors, self.payload.meta)
+
+
+def _leading_part(named: Mapping[str, _T]) -> dict[str, _T]:
+    return {name.removeprefix(LEADING): value for name, value in named.items() if name.startswith(LEADING)}
+
+
+def leading_parts(kv: ChunkKV) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """KV after the anchor alone as it lies in a chunk's entry beside the chunk's own: tensors and meta strings."""
+    tensors, meta = quantization.encode(kv, LEADING_CODEC)
+    return {LEADING + n: t for n, t in tensors.items()}, {LEADING + n: m for n, m in meta.items()}
 
 
 def entry_of(

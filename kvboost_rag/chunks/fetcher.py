@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from kvboost_rag.chunks.fetched import SENSITIVITY, FetchedChunk, entry_of
+from kvboost_rag.chunks.fetched import LEADING, SENSITIVITY, FetchedChunk, entry_of, leading_parts
 from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, StoreEntry
 from kvboost_rag.encode.encoder import ChunkJob, Encoder, EncodingJob, context_sensitivity, encode_group
@@ -75,7 +75,13 @@ class ChunkFetcher:
             return None
         if self.identity.sensitivity and SENSITIVITY not in entry.tensors:
             return None
+        if self.leads(record) and f"{LEADING}codec" not in entry.meta:
+            return None
         return FetchedChunk(record, entry, HitKind.APPROXIMATE)
+
+    def leads(self, record: ChunkRecord) -> bool:
+        """Whether the chunk's KV after the anchor alone belongs to what is stored of it."""
+        return self.heads.whole and self.identity.leads(record)
 
     def holds(self, record: ChunkRecord) -> bool:
         """Whether the store says that it holds what `load` would give; nothing is read."""
@@ -89,6 +95,7 @@ class ChunkFetcher:
             == (check.namespace, check.fingerprint, check.context_hash)
             and info.meta.get("setting") == self.identity.quantization
             and (not self.identity.sensitivity or SENSITIVITY in info.meta)
+            and (not self.leads(record) or f"{LEADING}codec" in info.meta)
         )
 
     def choose(self, record: ChunkRecord, always_load: bool = False) -> DiskChoice | None:
@@ -212,6 +219,11 @@ class ChunkFetcher:
         if self.identity.sensitivity:
             tensors[SENSITIVITY] = self._sensitivity(record, parts)
             meta = meta | {SENSITIVITY: "float16"}
+        if self.leads(record) and self.encoder is not None:
+            alone = self.identity.leading_job(record)
+            known = dict(zip(job.parts, parts, strict=True))
+            more = leading_parts(known[alone] if alone in known else self.encoder.encode(alone))
+            tensors, meta = tensors | more[0], meta | more[1]
         self.metrics.record_encoded(meta)
         return entry_of(record, check, tensors, meta | {"setting": self.identity.quantization, "encoder": signature})
 
@@ -236,4 +248,6 @@ class ChunkFetcher:
 
     def _forwarded(self, record: ChunkRecord, job: ChunkJob) -> int:
         twice = self.identity.sensitivity and len(job.parts) == 1
-        return job.num_tokens + (self._lesser_job(record).num_tokens if twice else 0)
+        alone = self.identity.leading_job(record)
+        extra = [self._lesser_job(record)] * twice + [alone] * (self.leads(record) and alone not in job.parts)
+        return job.num_tokens + sum(job.num_tokens for job in extra)

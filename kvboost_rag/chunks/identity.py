@@ -23,6 +23,7 @@ class ChunkIdentity:
         quantization: codec of stored KV.
         batch_size: chunks encoded in one forward.
         sensitivity: whether each chunk's context sensitivity is stored with it.
+        leading: whether each chunk's KV after the anchor alone is stored with it.
         weights: how chunks with several encoding contexts are combined; None: by the mean.
     """
 
@@ -34,6 +35,7 @@ class ChunkIdentity:
     batch_size: int = 1
     sensitivity: bool = False
     weights: ContextWeights | None = None
+    leading: bool = False
 
     @classmethod
     def of(
@@ -53,7 +55,16 @@ class ChunkIdentity:
             encoding.batch_size,
             encoding.sensitivity,
             encoding.context_weights,
+            bool(encoding.leading) and not encoding.groups,
         )
+
+    def leads(self, record: ChunkRecord) -> bool:
+        """Whether the chunk's KV after the anchor alone is something else than its KV, and is to be kept."""
+        return self.leading and bool(record.neighbours) and not record.forward_tokens
+
+    def leading_job(self, record: ChunkRecord) -> EncodingJob:
+        """What encodes the chunk after the anchor alone."""
+        return EncodingJob(record.token_ids, record.anchor_ids)
 
     def current(self, record: ChunkRecord) -> ChunkRecord:
         """The record with the mixture that this engine makes of its contexts.

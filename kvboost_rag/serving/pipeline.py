@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise, takewhile
 
 import torch
 from transformers import PreTrainedModel
@@ -29,6 +30,10 @@ from kvboost_rag.serving.decode import prompt_tensor
 from kvboost_rag.serving.history import MERGING_TOKENS, past, past_tokens
 from kvboost_rag.serving.lanes import breathe
 from kvboost_rag.serving.requests import Request
+
+LEADING_TOKENS = 64
+"""Most tokens between the anchor and a prompt's first document (a line of instructions) for that to count as standing
+after the anchor alone."""
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +207,14 @@ class Pipeline(PlainPrefill):
         if self._tables is None or self._tables.num_positions < length:
             # No longer than the prompt: some models change their frequencies for positions beyond their range.
             self._tables = PositionTables.of(self.layout, length)
-        assemble(buffer, _placed(prompt), self._tables)
+        assemble(buffer, _placed(prompt, self._leading(prompt)), self._tables)
+
+    def _leading(self, prompt: ServedPrompt) -> bool:
+        """Whether the first document stands after the anchor and little else."""
+        identity, start = self.fetcher.identity, prompt.documents[0].start
+        anchor = identity.anchor_ids
+        near = prompt.token_ids[: len(anchor)] == anchor and start <= len(anchor) + LEADING_TOKENS
+        return identity.leading and near and not any(s.settled and s.record is not None for s in prompt.segments)
 
     def _context(self, prompt: ServedPrompt, buffer: KVBuffer, config: ResolvedConfig) -> RepairContext:
         last = torch.tensor([len(prompt.token_ids) - 1])  # gives the first token's logits, whatever it belongs to
@@ -229,8 +241,8 @@ class Pipeline(PlainPrefill):
             self.buffers.give_back(prompt.cache.buffer)
 
 
-def _placed(prompt: ServedPrompt) -> list[PlacedEntry | PlacedChunk]:
-    """Every run of a chunk at its place.
+def _placed(prompt: ServedPrompt, leading: bool) -> list[PlacedEntry | PlacedChunk]:
+    """Every run of a chunk at its place; those of the first chunk as they are after the anchor, if that is `leading`.
 
     A chunk is placed whole where nothing but ids that will be computed lies under its ends (nearly always: a token or
     two at the edges), since a part of it would have to be copied first.
@@ -238,7 +250,19 @@ def _placed(prompt: ServedPrompt) -> list[PlacedEntry | PlacedChunk]:
     runs = [s for s in prompt.documents if s.chunk is not None]
     lows = [prompt.documents[0].start, *(s.end for s in runs)]
     highs = [*(s.start for s in runs[1:]), len(prompt.token_ids)]
-    return [s.chunk.placed(s.segment, low, high) for s, low, high in zip(runs, lows, highs, strict=False) if s.chunk]
+    first = takewhile(lambda pair: _goes_on(*pair), pairwise([runs[0], *runs])) if leading and runs else ()
+    num_leading = len(list(first))
+    return [
+        s.chunk.placed(s.segment, low, high, number < num_leading)
+        for number, (s, low, high) in enumerate(zip(runs, lows, highs, strict=False))
+        if s.chunk
+    ]
+
+
+def _goes_on(before: ServedSegment, run: ServedSegment) -> bool:
+    """Whether both are runs of one chunk at one place of the prompt."""
+    places = (s.start - s.segment.chunk_start for s in (before, run))
+    return before.record == run.record and abs(next(places) - next(places)) <= MERGING_TOKENS
 
 
 def _created(chunk: FetchedChunk) -> int:
