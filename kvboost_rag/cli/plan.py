@@ -92,8 +92,15 @@ def plan(
             bar.add_task("measuring", total=None)
             measured = _measure(engine, disk, corpus)
         times = engine.encoding.contexts or 1
-    forwarded = times * corpus.context_tokens + (times - 1) * corpus.chunk_tokens  # each context has a forward
+        alone = _leads(engine) * (len(engine.registry.identity.anchor_ids) + corpus.chunk_tokens)
+    # Each context has a forward of its own.
+    forwarded = times * corpus.context_tokens + (times - 1) * corpus.chunk_tokens + alone
     _print(replace(corpus, context_tokens=forwarded), measured, kept)
+
+
+def _leads(engine: KVBoost) -> bool:
+    """Whether chunks are stored as they are after the anchor alone, too."""
+    return engine.registry.identity.leading and bool(engine.encoding.neighbours)
 
 
 def _read(paths: list[Path]) -> list[str]:
@@ -148,6 +155,7 @@ def _nearest_folder(folder: Path) -> Path:
 
 def _measure(engine: KVBoost, disk: DiskStore, corpus: Corpus) -> Measured:
     """Encode a few chunks of the planned size behind a context of the planned size, write them and read them."""
+    from kvboost_rag.chunks.fetched import leading_parts
     from kvboost_rag.datamodels import StoreEntry
     from kvboost_rag.encode.encoder import EncodingJob
     from kvboost_rag.kv import quantization
@@ -165,7 +173,9 @@ def _measure(engine: KVBoost, disk: DiskStore, corpus: Corpus) -> Measured:
     for number in range(SAMPLES):
         job = EncodingJob(ids[number : number + chunk_tokens], ids[number + chunk_tokens :][:context])
         start = time.perf_counter()
-        tensors, meta = quantization.encode(encoder.encode(job), fetcher.identity.quantization)
+        kv = encoder.encode(job)
+        tensors, meta = quantization.encode(kv, fetcher.identity.quantization)
+        tensors |= leading_parts(kv)[0] if _leads(engine) else {}
         encoder.synchronise()
         seconds.append(time.perf_counter() - start)
         key = content_hash(engine.registry.fingerprint, "", (number, *job.token_ids))

@@ -214,7 +214,8 @@ class Pipeline(PlainPrefill):
         identity, start = self.fetcher.identity, prompt.documents[0].start
         anchor = identity.anchor_ids
         near = prompt.token_ids[: len(anchor)] == anchor and start <= len(anchor) + LEADING_TOKENS
-        return identity.leading and near and not any(s.settled and s.record is not None for s in prompt.segments)
+        kept = identity.leading and self.fetcher.heads.whole
+        return kept and near and not any(s.settled and s.record is not None for s in prompt.segments)
 
     def _context(self, prompt: ServedPrompt, buffer: KVBuffer, config: ResolvedConfig) -> RepairContext:
         last = torch.tensor([len(prompt.token_ids) - 1])  # gives the first token's logits, whatever it belongs to

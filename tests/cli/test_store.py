@@ -236,6 +236,19 @@ def test_plan(run, documents, model_folder, tmp_path, codec):
     assert not (tmp_path / "cache" / "stores").exists()
 
 
+def test_plan_counts_what_is_kept_besides(run, documents, model_folder, monkeypatch):
+    figures = []
+    for value in ("0", "1"):
+        monkeypatch.setenv("KVBOOST_LEADING", value)
+        code, out, err = run("plan", documents, "--model", model_folder, "--chunk-tokens", 64, "--neighbours", 2)
+        assert code == 0, err
+        size, unit = re.search(r"\(([\d.]+) (k?B) a token\)", out).groups()
+        context = re.search(r"([\d,]+) tokens of encoding context", out)[1].replace(",", "")
+        figures.append((float(size) * (1000 if unit == "kB" else 1), int(context)))
+    assert figures[1][0] > 1.1 * figures[0][0]
+    assert figures[1][1] > figures[0][1]
+
+
 def test_plan_without_files(run, model_folder):
     code, out, err = run("plan", "--tokens", "1000000", "--model", model_folder, "--chunk-tokens", 256)
     assert code == 0, err
