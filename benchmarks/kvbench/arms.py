@@ -87,8 +87,9 @@ HALF = (Arm(QueryRepair(), 0.50, 4),)
 """What it takes for the same answer on four questions of five."""
 FIDELITY = (
     *(
-        Arm(strategy, ratio, 4, contexts=contexts)
+        Arm(strategy, ratio, 4, contexts=contexts, leading=leading)
         for contexts in (1, 2)
+        for leading in (False, True)
         for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
     ),
     *(Arm(strategy, 0.05, 4, contexts=2) for strategy in (RandomRepair(), OracleRepair())),
@@ -118,12 +119,6 @@ ABLATIONS: dict[str, tuple[Arm, ...]] = {
         Arm(strategy, ratio, 4, contexts=contexts, siblings=siblings)
         for contexts in (1, 2)
         for siblings in (True, False)
-        for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
-    ),
-    "leading": tuple(
-        Arm(strategy, ratio, 4, contexts=contexts, leading=leading)
-        for contexts in (1, 2)
-        for leading in (False, True)
         for strategy, ratio in ((NoRepair(), 0.0), (QueryRepair(), 0.05))
     ),
     "choice": tuple(
