@@ -70,7 +70,7 @@ def test_what_holds_nothing_of_it_is_refused_and_nodes_will_do(llm: KVBoostLLM) 
     warm = KVWarm(llm=llm)
     nodes = SPLITTER(documents())
     warm(nodes)
-    with pytest.raises(ValueError, match=r"none of the 4 documents.*get_nodes"):
+    with pytest.raises(ValueError, match=r"none of the 4 documents.*warm.sync\(vector_store\)"):
         warm.sync(SimpleDocumentStore())
     assert known(llm) == set(TEXTS)
     assert warm.sync(nodes[:3]) == 1

@@ -134,22 +134,21 @@ class KVWarm(TransformComponent):
         return self.delete(ref_doc_id)
 
     def sync(self, holder: Any) -> int:
-        """Forget the source documents that a docstore does not hold any more; returns how many chunks went.
+        """Forget the source documents that a store does not hold any more; returns how many chunks went.
 
         Args:
-            holder: a docstore; where the vector store keeps the texts itself (Chroma, Qdrant, …) and the docstore is
-                empty, all of its nodes: `warm.sync(vector_store.get_nodes())`.
+            holder: the index' docstore; its vector store where that keeps the texts itself (Chroma, Qdrant, …), since
+                the docstore is empty then; or all nodes that there are.
 
         Raises:
             ValueError: it holds none of the documents that were warmed, so that all would be forgotten.
         """
-        holder = holder if hasattr(holder, "get_all_document_hashes") else list(holder)
         known = self._known()
         held = held_ids(holder, map(ref_doc_id_of, known))
         if known and not held:
             raise ValueError(
                 f"this holds none of the {len(known)} documents that were warmed, so all of them would be forgotten. "
-                "If the vector store keeps the texts, pass its nodes: warm.sync(vector_store.get_nodes()). "
+                "If the vector store keeps the texts, pass that one: warm.sync(vector_store). "
                 "To forget all, pass their ids to warm.delete"
             )
         return self._forget(name for name in known if ref_doc_id_of(name) not in held)
