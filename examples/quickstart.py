@@ -12,7 +12,7 @@ DOCUMENTS = [
     "Arvik's harbour freezes in January and February. In those months the mail comes by sledge from Tornby.",
     "The keeper of the lighthouse in 1890 was Marta Lind, the first woman in the country to hold the office.",
 ]
-QUESTION = "Who kept the lighthouse of Arvik in 1890?"
+QUESTION = "Who was the keeper of the lighthouse in 1890?"
 
 
 def main() -> None:
