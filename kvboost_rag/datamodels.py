@@ -135,6 +135,10 @@ class ChunkKV:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
+GIVEN = "given"
+"""In the `meta` of a chunk's KV: the chunk was given with a call (`documents=`), and the catalog does not know it."""
+
+
 @dataclass(frozen=True)
 class StoreEntry:
     """One stored item, self-describing: everything needed to check that it is the item that was asked for.

@@ -37,7 +37,7 @@ class Donors:
     - KV made here serves one request and is never put into the store: a chunk's own KV stays a pure function of its
       tokens, its encoding context and the model. It is reported as `HitKind.DONOR`.
     - A donor is a chunk of the same namespace and model whose KV is stored and was encoded behind the same context. A
-      chunk that becomes known through `register` takes over its donor's context, so that there can be such a donor.
+      document that is given with a call takes over its donor's context, so that there can be such a donor.
     - Signatures lie beside the catalog and survive a restart; what is missing or damaged is computed from the catalog.
     - Methods may be called from any thread; `make` runs the model.
     """
@@ -49,19 +49,19 @@ class Donors:
         self._lock = threading.RLock()
         self._unavailable = False
 
-    def register(self, text: str, namespace: str) -> ChunkRecord:
-        """Make a text known, behind its donor's encoding context if it is new and has a donor.
+    def given(self, text: str, namespace: str) -> ChunkRecord:
+        """As `ChunkRegistry.given`; a text that is not indexed and has a donor is encoded after the same context.
 
         Raises:
             ValueError: the text cannot be a chunk.
         """
         record, catalog = self.registry.describe(text, namespace), self.registry.store.catalog
-        if catalog.get(record.content_hash) is None and (donor := self._donor_of(record)) is not None:
+        if not catalog.known([record.content_hash]) and (donor := self._donor_of(record)) is not None:
             group = catalog.get_many(donor.neighbours)
             if len(group) == len(set(donor.neighbours)):
                 behind = [[group[key] for key in context if key != record.content_hash] for context in donor.contexts]
                 record = self.registry.with_contexts(record, behind)
-        return catalog.add(record)
+        return self.registry.as_indexed(record)
 
     def make(self, record: ChunkRecord) -> FetchedChunk | None:
         """The chunk's KV out of a donor's, or None if there is no donor worth it."""

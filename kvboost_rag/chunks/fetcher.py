@@ -11,7 +11,7 @@ import torch
 
 from kvboost_rag.chunks.fetched import LEADING, SENSITIVITY, FetchedChunk, entry_of, leading_parts
 from kvboost_rag.chunks.registry import ChunkRegistry
-from kvboost_rag.datamodels import ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, StoreEntry
+from kvboost_rag.datamodels import GIVEN, ChunkKV, ChunkRecord, DiskChoice, EntryCheck, HitKind, StoreEntry
 from kvboost_rag.encode.encoder import ChunkJob, Encoder, EncodingJob, context_sensitivity, encode_group
 from kvboost_rag.kv import quantization
 from kvboost_rag.models.ranks import Ranks
@@ -84,7 +84,7 @@ class ChunkFetcher:
         return self.heads.whole and self.identity.leads(record)
 
     def holds(self, record: ChunkRecord) -> bool:
-        """Whether the store says that it holds what `load` would give; nothing is read."""
+        """Whether the store says that it holds what `load` would give, as KV of an indexed chunk; nothing is read."""
         if not self.heads.whole:  # parts are read to be compared: this is asked while indexing
             return self.load(record) is not None
         key, check = record.content_hash, self.registry.check(record)[1]
@@ -94,6 +94,7 @@ class ChunkFetcher:
             and (info.namespace, info.fingerprint, info.context_hash)
             == (check.namespace, check.fingerprint, check.context_hash)
             and info.meta.get("setting") == self.identity.quantization
+            and GIVEN not in info.meta  # its file would not tell the catalog of the chunk, should that be lost
             and (not self.identity.sensitivity or SENSITIVITY in info.meta)
             and (not self.leads(record) or f"{LEADING}codec" in info.meta)
         )
@@ -224,6 +225,8 @@ class ChunkFetcher:
             known = dict(zip(job.parts, parts, strict=True))
             more = leading_parts(known[alone] if alone in known else self.encoder.encode(alone))
             tensors, meta = tensors | more[0], meta | more[1]
+        if not self.store.catalog.known([record.content_hash]):
+            meta = meta | {GIVEN: "yes"}
         self.metrics.record_encoded(meta)
         return entry_of(record, check, tensors, meta | {"setting": self.identity.quantization, "encoder": signature})
 

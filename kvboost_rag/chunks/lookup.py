@@ -59,17 +59,17 @@ def locate(
     prompt: str | Messages,
     documents: Sequence[str],
     namespace: str,
-    register: Callable[[str], ChunkRecord] | None,
+    given: Callable[[str], ChunkRecord] | None,
     template: Mapping[str, Any],
 ) -> ServedPrompt:
     """Find the namespace's chunks in a prompt and tokenise it.
 
     Args:
         prompt: text, or chat messages that go through the tokenizer's chat template.
-        documents: texts that may stand in the prompt and are to be reused from now on, indexed or not. A hint only:
+        documents: texts that may stand in the prompt and are to be reused, indexed or not; for this call only. A hint:
             they never add text.
-        register: makes a document that is not indexed a known chunk; None: such documents are cut out all the same
-            (so that the token ids do not depend on it) but have no record.
+        given: makes a chunk of a document that is not indexed; None: such documents are cut out all the same (so that
+            the token ids do not depend on it) but have no record.
         template: arguments for the chat template (`tools`, …).
 
     Raises:
@@ -86,10 +86,10 @@ def locate(
             break
         for key in gone:  # removed by another process a moment ago
             known.remove(key)
-    own = registry.own if register is not None else _as_it_is
+    own = registry.own if given is not None else _as_it_is
     by_text = {s.text: own(found[s.key]) for s in spans if s.key is not None}
     segments = registry.tokens.segment(spans, rendered=markup is not None)
-    records = [_record(s, by_text, register) if register else by_text.get(s.text) for s in segments]
+    records = [_record(s, by_text, given) if given else by_text.get(s.text) for s in segments]
     return ServedPrompt.of(tuple(map(ServedSegment, segments, records)))
 
 
@@ -108,11 +108,11 @@ def _as_it_is(record: ChunkRecord) -> ChunkRecord:
 
 
 def _record(
-    segment: Segment, by_text: dict[str, ChunkRecord], register: Callable[[str], ChunkRecord]
+    segment: Segment, by_text: dict[str, ChunkRecord], given: Callable[[str], ChunkRecord]
 ) -> ChunkRecord | None:
     if segment.kind is not SegmentKind.DOCUMENT:
         return None
     record, end = by_text.get(segment.text), segment.chunk_start + len(segment.token_ids)
     if record is None or record.token_ids[segment.chunk_start : end] != segment.token_ids:
-        record = register(segment.text)
+        record = given(segment.text)
     return record

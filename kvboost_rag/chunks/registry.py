@@ -101,15 +101,35 @@ class ChunkRegistry:
             found += [key for key in others if owners.issuperset(catalog.sources.of_chunk(key))]
         return found
 
+    def given(self, text: str, namespace: str) -> ChunkRecord:
+        """The chunk that a document of one call is: as it is indexed, or else one that the catalog does not learn of.
+
+        Its KV is stored under the same key either way, marked (`datamodels.GIVEN`) where nothing is indexed.
+
+        Raises:
+            ValueError: the text cannot be a chunk.
+        """
+        return self.as_indexed(self.describe(text, namespace))
+
+    def as_indexed(self, record: ChunkRecord) -> ChunkRecord:
+        """The catalog's record of the chunk, or else `record`, whose KV may be stored from now on."""
+        catalog = self.store.catalog
+        known = catalog.get(record.content_hash)
+        if known is None and record.content_hash in catalog.erasures:  # deleted, but here it is again
+            catalog.revive(record.content_hash)
+        return known or record
+
     def keys_of(self, text: str, namespace: str) -> list[str]:
-        """Keys of the chunks that a text is: here, in this model's other states, and in models without a source for it.
+        """Keys of the chunks that a text is, indexed or stored: here, in this model's other states, and in models
+        without a source for it.
 
         Raises:
             ValueError: the text cannot be a chunk.
         """
         record = self.describe(text, namespace)
         related = [content_hash(model, namespace, record.token_ids) for model in {*self._relatives(), self.fingerprint}]
-        known = self.store.catalog.known(related)
+        indexed = self.store.catalog.known(related)
+        known = [key for key in related if key in indexed or key in self.store]
         return [*known, *(key for key in self.twins(known) if key not in known)]
 
     def _in_all_models(self, record: ChunkRecord) -> list[str]:
@@ -199,10 +219,12 @@ class ChunkRegistry:
             self.store.catalog.replace(current)
         return current
 
-    def forget(self, content_hashes: Sequence[str], sources: Sequence[tuple[str, str]] = ()) -> maintenance.Removed:
+    def forget(
+        self, content_hashes: Sequence[str], sources: Sequence[tuple[str, str]] = (), namespaces: Sequence[str] = ()
+    ) -> maintenance.Removed:
         """Drop chunks and all that was computed from them, and `(namespace, source_id)` (`maintenance.forget`)."""
         catalog, before = self.store.catalog, self.store.catalog.version().removals
-        removed = maintenance.forget(self.store, content_hashes, sources)
+        removed = maintenance.forget(self.store, content_hashes, sources, namespaces)
         after = catalog.version().removals
         with self._lock:
             for known in self._known.values():

@@ -54,11 +54,18 @@ class Warmer:
         # Chunk by chunk, so that requests are served in between.
         return warm(self.fetcher, records, progress, run=self.run)
 
-    def forget(self, content_hashes: Sequence[str], namespace: str, sources: Sequence[tuple[str, str]] = ()) -> Removed:
+    def forget(
+        self,
+        content_hashes: Sequence[str],
+        namespace: str,
+        sources: Sequence[tuple[str, str]] = (),
+        unknown: bool = False,
+    ) -> Removed:
         """Forget chunks: text, KV, vectors, exact blocks, also those made with other adapters or weights.
 
         Args:
             sources: `(namespace, source_id)` to be forgotten in the same transaction.
+            unknown: texts that are no chunks are to be forgotten as well: exact blocks may hold them.
 
         Raises:
             StoreError: as `stores.maintenance.forget`.
@@ -66,12 +73,12 @@ class Warmer:
         registry = self.fetcher.registry
         texts = {record.token_ids for record in registry.store.catalog.get_many(content_hashes).values()}
         keys = list(dict.fromkeys((*content_hashes, *registry.twins(content_hashes))))
-        removed: Removed = self.run(lambda: registry.forget(keys, sources))
+        removed: Removed = self.run(lambda: registry.forget(keys, sources, [namespace] if unknown else []))
         self.similar.forget(keys, namespace)
         return replace(removed, num_chunks=len(texts))  # the same text in other states of the model is no other chunk
 
     def evict(self, texts: Sequence[str], namespace: str) -> int:
         """As `KVBoost.evict`."""
         keys = [self.fetcher.registry.keys_of(text, namespace) for text in texts]
-        self.forget([key for found in keys for key in found], namespace)
+        self.forget([key for found in keys for key in found], namespace, unknown=bool(texts))
         return sum(bool(found) for found in keys)

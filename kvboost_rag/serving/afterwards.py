@@ -45,9 +45,10 @@ class Afterwards:
 
     def _encode_now(self, request: Request, content_hash: str) -> None:
         def encode(variant: Variant) -> None:
-            record = variant.registry.store.catalog.get(content_hash)
-            if record is not None and record.fingerprint == variant.registry.fingerprint:
-                variant.fetcher.fetch(record)
+            for document in variant.server.locate(request).documents:
+                if document.record is not None and document.record.content_hash == content_hash:
+                    variant.fetcher.fetch(document.record)
+                    return
 
         self._worker.call(lambda: self._variants.run(request.config.adapters, encode))
 

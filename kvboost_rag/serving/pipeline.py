@@ -37,7 +37,7 @@ after the anchor alone."""
 
 logger = logging.getLogger(__name__)
 
-Register = Callable[[str], ChunkRecord]
+Given = Callable[[str], ChunkRecord]
 
 
 class PlainPrefill:
@@ -45,8 +45,8 @@ class PlainPrefill:
 
     reusable = False
 
-    def register(self, request: Request) -> Register | None:
-        """What makes the request's documents known; None: nothing does."""
+    def given(self, request: Request) -> Given | None:
+        """What makes chunks of the request's documents; None: nothing does."""
         return None
 
     def prepare(self, prompt: ServedPrompt, request: Request, room: int, clock: StageClock) -> ServedPrompt:
@@ -79,12 +79,12 @@ class Pipeline(PlainPrefill):
         self.buffers = BufferPool(self.layout)
         self._tables: PositionTables | None = None
 
-    def register(self, request: Request) -> Register | None:
+    def given(self, request: Request) -> Given | None:
         config = request.config
         if config.reuse == "off":
             return None
         owner = self.donors if config.donors and config.reuse == "blend" else self.fetcher.registry
-        return lambda text: owner.register(text, config.namespace)
+        return lambda text: owner.given(text, config.namespace)
 
     def prepare(self, prompt: ServedPrompt, request: Request, room: int, clock: StageClock) -> ServedPrompt:
         """Lookup, load, realign, repair; plain prefill where there is nothing to reuse."""

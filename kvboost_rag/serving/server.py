@@ -102,7 +102,7 @@ class Server:
             request.prompt,
             request.documents,
             request.config.namespace,
-            self.pipeline.register(request),
+            self.pipeline.given(request),
             request.template,
         )
 

@@ -26,11 +26,17 @@ class Removed:
     num_entries: int = 0
 
 
-def forget(store: Store, content_hashes: Iterable[str], sources: Iterable[tuple[str, str]] = ()) -> Removed:
+def forget(
+    store: Store,
+    content_hashes: Iterable[str],
+    sources: Iterable[tuple[str, str]] = (),
+    namespaces: Iterable[str] = (),
+) -> Removed:
     """Forget chunks: their text, their KV, and everything that was computed from them.
 
     Chunks encoded after a forgotten one lose their KV and get an encoding context without it. Exact blocks of the
-    same namespace are removed too: any of them may hold the chunk's tokens, and what is missing is computed again.
+    same namespace are removed too, and KV of documents that were given with a call: any of them may hold the chunk's
+    tokens, and what is missing is computed again.
     Nothing of the chunk is left in any tier of this process; other processes that share the folder serve from their
     memory tiers until they evict.
 
@@ -39,6 +45,7 @@ def forget(store: Store, content_hashes: Iterable[str], sources: Iterable[tuple[
 
     Args:
         sources: `(namespace, source_id)` to be forgotten in the same transaction.
+        namespaces: whose exact blocks go in any case, for texts that may have stood in prompts without being known.
 
     Raises:
         StoreError: a file cannot be removed, or the catalog cannot be written to.
@@ -46,7 +53,7 @@ def forget(store: Store, content_hashes: Iterable[str], sources: Iterable[tuple[
     catalog = store.catalog
     wanted, sources = list(dict.fromkeys(content_hashes)), list(sources)
     known = catalog.get_many(wanted)
-    blocks = _unknown(store, {record.namespace for record in known.values()})
+    blocks = _unknown(store, {*namespaces, *(record.namespace for record in known.values())})
     entries = [*blocks, *(key for key in wanted if key in store)]
 
     def note() -> tuple[str, ...]:
@@ -176,7 +183,7 @@ def _with_room(store: Store, keys: Iterable[str], note: Callable[[], tuple[str, 
 
 
 def _unknown(store: Store, namespaces: Container[str]) -> list[str]:
-    """Entries that are no known chunks: exact blocks, and KV left over from a crash."""
+    """Entries that are no known chunks: exact blocks, KV of given documents, and KV left over from a crash."""
     held = [info.key for info in store.entries() if info.namespace in namespaces]
     known = store.catalog.known(held)
     return [key for key in held if key not in known]

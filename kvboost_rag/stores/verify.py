@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvboost_rag.datamodels import ChunkRecord
+from kvboost_rag.datamodels import GIVEN, ChunkRecord
 from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.disk.chunk_file import USELESS, ChunkFileError
@@ -157,6 +157,8 @@ def _verify_file(disk: DiskStore, key: str, accounted: int | None, report: Verif
     if content_hash(entry.fingerprint, entry.namespace, entry.token_ids) != key:
         return
     record = disk.catalog.get(key)
+    if record is None and GIVEN in entry.meta:
+        return
     if record is None:
         report.add(key, "unknown chunk", "the catalog does not know this chunk")
     elif entry.context_hash != _context_of(disk, record):

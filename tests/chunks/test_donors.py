@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers import located
 from prometheus_client import CollectorRegistry
 
 from kvboost_rag import KVBoost
@@ -93,7 +94,7 @@ def test_a_new_document_takes_over_its_donors_context(make_engine: MakeEngine, c
     engine.warm([OLD, OTHER], neighbours=[[OTHER], []])
     result = ask(engine)
     assert document(result).hit is HitKind.DONOR
-    record = engine.store.catalog.get(engine.registry.describe(NEW, "").content_hash)
+    record = located(engine, f"{NEW}\n\nWho?", documents=[NEW]).documents[0].record
     assert record is not None
     assert record.neighbours == (engine.registry.describe(OTHER, "").content_hash,)
 
@@ -235,9 +236,9 @@ def test_answers_about_an_edit_are_those_of_a_fresh_encoding(smollm2: Any, edit:
         engine.finish_background()
         engine.evict([text])
         ours = engine.logits(prompt, documents=[text], repair="none", donors=True, strict=True).log_softmax(-1)[0]
-        record = engine.store.catalog.get(engine.registry.describe(text, "").content_hash)
+        record = located(engine, prompt, documents=[text], donors=True).documents[0].record
         assert record is not None
         assert record.content_hash not in engine.store or not has_donor
         engine.fetcher.encode(record)
-        fresh = engine.logits(prompt, repair="none", strict=True).log_softmax(-1)[0]
+        fresh = engine.logits(prompt, documents=[text], repair="none", donors=True, strict=True).log_softmax(-1)[0]
     assert float((fresh.exp() * (fresh - ours)).sum()) < 0.01

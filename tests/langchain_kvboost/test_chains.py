@@ -253,9 +253,10 @@ def test_explicit_documents_are_reused_and_add_nothing(tiny_engine: KVBoost, way
     answer = runnable.invoke(messages, **call)
     assert answer.response_metadata["kvboost"]["hits"] == {"encoded": 3}
     assert answer.usage_metadata["input_tokens"] == len(_ids_of(tiny_engine, text))
-    again = model.invoke([HumanMessage(text)])
+    again = runnable.invoke(messages, **call)
     assert again.response_metadata["kvboost"]["hits"] == {"approximate": 3}
     assert again.text == answer.text
+    assert model.invoke([HumanMessage(text)]).response_metadata["kvboost"]["hits"] == {}
 
 
 def _ids_of(engine: KVBoost, text: str) -> list[int]:

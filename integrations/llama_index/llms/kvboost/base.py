@@ -48,7 +48,7 @@ class KVBoostLLM(KVBoostArguments):
         ```
 
     Every call takes, beside the generation parameters of transformers (`max_new_tokens`, `temperature`, `stop`, …):
-    `documents` (texts or nodes that may stand in the prompt and are to be reused from now on; they add no text),
+    `documents` (texts or nodes that may stand in this prompt and are to be reused; they add no text),
     `reuse`, `repair`, `recompute_ratio`, `settle`, `namespace`, `strict`, and in chats `tools` and
     `chat_template_kwargs`.
 
