@@ -89,18 +89,15 @@ class KVBoost(ModelParts):
             neighbours: what each document is encoded after. `auto`: similar chunks of the namespace and what stands
                 before it in its document, as `EncodingConfig` says; a number: so many; None or 0: no chunks; or for
                 each the texts, nearest last (or several such lists). Chosen once and kept, unless texts are given.
-            embeddings: vectors of the documents, `[num_documents, dim]`, if you have them; else they are embedded.
-                `embeddings.ModelVectors.made_by(model, vectors)` says whose they are, so that they are compared with
-                all of that model's; plain ones are compared with other plain ones only.
+            embeddings: vectors of the documents, `[num_documents, dim]`, if you have them. Those of a model
+                (`embeddings.ModelVectors.made_by`) are compared with all of its own, plain ones with plain ones only.
             namespace: default: the config's.
             progress: called after each chunk.
-            encode: False leaves it at making the documents known with their encoding contexts: they are encoded by
-                another process, or when they first stand in a prompt.
+            encode: False makes the documents known and no more: they are encoded elsewhere, or when first needed.
             adapter: as in `ReuseConfig`.
 
         Raises:
-            TypeError, ValueError: a document that cannot be a chunk, or embeddings or neighbours that do not fit the
-                documents; nothing has been encoded then.
+            TypeError, ValueError: a document, embeddings or neighbours that cannot be used; nothing is encoded then.
         """
         texts, namespace = document_texts(documents), self.config.namespace_or_own(namespace)
         variant = self._parts.variant(self.config.override(adapter=adapter).adapters)
@@ -116,7 +113,7 @@ class KVBoost(ModelParts):
 
     def prefetch(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Say that documents will stand in a prompt soon: their stored KV is read into memory in the background.
-        Returns at once how many of them are known, and never computes anything."""
+        Returns at once how many of them are known; computes nothing."""
         return self.fetcher.prefetch(document_texts(documents), self.config.namespace_or_own(namespace))
 
     def generate(self, prompt: str | Messages, **options: Any) -> GenerationResult:
@@ -142,8 +139,7 @@ class KVBoost(ModelParts):
             params: decoding parameters.
             repair: name of a strategy, or a strategy with parameters of its own.
             template: arguments for the chat template (`tools`, …).
-            cancelled: an event that stops the generation when it is set, from whatever thread; a request that is still
-                queued then is never served.
+            cancelled: an event that stops the generation, or takes it out of the queue, when it is set.
             config: fields of `ReuseConfig` (`reuse`, `namespace`, …); of `params` `max_new_tokens`, `seed`, `stop`, ….
 
         Yields:
@@ -159,6 +155,10 @@ class KVBoost(ModelParts):
         """Logits after the prompt and after each token id of a given continuation, float32 `[len(continuation) + 1,
         vocab_size]`: how far reuse is from full prefill. Prompt and options as in `stream`."""
         return self._parts.service.logits(self._parts.requests.make(prompt, **options), continuation)
+
+    def token_ids(self, prompt: str | Messages, **options: Any) -> tuple[int, ...]:
+        """A prompt's ids as serving it would have them: for counting, too. Prompt and options as in `stream`."""
+        return self._parts.service.token_ids(self._parts.requests.make(prompt, **options))
 
     def profile_notice(self) -> str | None:
         """What the model runs on where that is not a profile it passed; None if that was said already."""

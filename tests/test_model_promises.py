@@ -49,7 +49,8 @@ def test_full_repair_is_full_prefill_on_two_thousand_tokens(engine: KVBoost, doc
 def test_cold_equals_warm_and_hits(engine: KVBoost, documents: list[str]) -> None:
     prompt, params = messages(documents[:4]), GenerationParams(max_new_tokens=12)
     engine.evict(documents)
-    cold = engine.generate(prompt, documents=documents[:4], params=params, strict=True)
+    engine.register(documents[:4])
+    cold = engine.generate(prompt, params=params, strict=True)
     warm = engine.generate(prompt, params=params, strict=True)
     assert {s.hit for s in cold.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.ENCODED}
     assert {s.hit for s in warm.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.APPROXIMATE}

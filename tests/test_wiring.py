@@ -89,7 +89,8 @@ def test_the_store_is_opened_for_the_models_device(
     assert list(store.bytes_held) == ["device", "memory", "disk"]
     engine = make_engine(store=store)
     assert engine.store is store
-    cold = engine.logits(PROMPT, documents=DOCUMENTS, strict=True)
+    engine.register(DOCUMENTS)
+    cold = engine.logits(PROMPT, strict=True)
     assert torch.equal(cold, engine.logits(PROMPT, strict=True))
     assert engine.stats().store_hits == len(DOCUMENTS)
     engine.warm([f"{text} {n}" for n in range(8) for text in DOCUMENTS])

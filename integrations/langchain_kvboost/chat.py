@@ -200,16 +200,20 @@ class ChatKVBoost(KVBoostParameters, BaseChatModel):
         """
         if not messages:
             return 0
-        offered = _offered(tools) or None
-        tokens, plain = self.engine.tokens, template_messages(messages)
+        offered, settings = _offered(tools), self._reuse_config()
+        template, plain = {"tools": offered} if offered else None, template_messages(messages)
+
+        def count(*asked: Mapping[str, Any], template: dict[str, Any] | None = None) -> int:
+            documents = carried_documents(messages)
+            return len(self.engine.token_ids(list(asked), documents=documents, template=template, **settings))
+
         try:
-            return tokens.count(tokens.render(plain, tools=offered))
+            return count(*plain, template=template)
         except ValueError:
-            empty = [{"role": "user", "content": ""}]
-            frame = tokens.count(tokens.render(empty))
+            empty = {"role": "user", "content": ""}
             texts = (f"{message['content']}{message.get('tool_calls', '')}" for message in plain)
-            extra = tokens.count(tokens.render(empty, tools=offered)) - frame
-            return extra + sum(frame + tokens.count(text) for text in texts)
+            alone = sum(count({"role": "user", "content": text}) for text in texts)
+            return count(empty, template=template) - count(empty) + alone
 
     def _chat_events(
         self,

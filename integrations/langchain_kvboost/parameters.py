@@ -209,7 +209,8 @@ class KVBoostParameters(KVBoostFields):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of `text` under the model's own tokenizer, special tokens not added."""
-        return list(self.engine.tokens.ids(text))
+        engine, namespace = self.engine, self._reuse_config().get("namespace")
+        return list(engine.registry.text_ids(text, engine.config.namespace_or_own(namespace)))
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:

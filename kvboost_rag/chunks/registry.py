@@ -10,7 +10,7 @@ from kvboost_rag.chunks.identity import ChunkIdentity
 from kvboost_rag.datamodels import ChunkRecord, EntryCheck
 from kvboost_rag.encode.encoder import ChunkJob
 from kvboost_rag.kv.keys import content_hash, encoding_contexts, record_context_hash
-from kvboost_rag.prompt.segments import KnownTexts, canonical_text
+from kvboost_rag.prompt.segments import KnownTexts, canonical_text, split_prompt
 from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.stores import maintenance
 from kvboost_rag.stores.base import Store
@@ -71,6 +71,13 @@ class ChunkRegistry:
                             known.texts.add(text, key)
                 known.version, known.models = version, set(models)
             return known.texts
+
+    def text_ids(self, text: str, namespace: str) -> tuple[int, ...]:
+        """Ids of a text as it is continued in a prompt: those of the tokenizer, but for documents that spell out
+        control tokens.
+        """
+        spans = split_prompt(text, self.known_texts(namespace)) if text else ()
+        return self.tokens.prompt_ids(spans, rendered=True)[0]
 
     def own(self, record: ChunkRecord) -> ChunkRecord:
         """The chunk of this model with a relative's text: behind the same chunks, and of the same sources."""

@@ -14,6 +14,7 @@ from kvboost_rag.models.profile import ProfileNotice
 from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.serving.afterwards import Afterwards
 from kvboost_rag.serving.batch import Batch
+from kvboost_rag.serving.history import token_ids
 from kvboost_rag.serving.requests import Request
 from kvboost_rag.serving.settling import Settler
 from kvboost_rag.serving.variants import Variant, Variants
@@ -54,6 +55,10 @@ class Service:
             return variant.server.logits(request.on(self.ranks), continuation)
 
         return self.worker.call(lambda: self.variants.run(request.config.adapters, score))
+
+    def token_ids(self, request: Request) -> tuple[int, ...]:
+        """As `KVBoost.token_ids`."""
+        return token_ids(self.variants.resting.registry, request)
 
     def _serve(self, request: Request, emit: Callable[[StreamEvent], None], cancelled: threading.Event) -> None:
         """One request, in the worker, and what others learn from it."""

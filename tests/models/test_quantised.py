@@ -81,9 +81,10 @@ def test_quantised_models_are_reused(
                 ours = engine.logits(PROMPT, documents=DOCUMENTS, strict=True, **options)
                 assert distance(ours, reference) < tolerance, options
             cold = engine.logits(PROMPT, documents=DOCUMENTS, repair="none", strict=True)
-            result = engine.generate(PROMPT, params=GenerationParams(max_new_tokens=4), strict=True)
+            params = GenerationParams(max_new_tokens=4)
+            result = engine.generate(PROMPT, documents=DOCUMENTS, params=params, strict=True)
             assert {s.hit for s in result.segments if s.kind is SegmentKind.DOCUMENT} == {HitKind.APPROXIMATE}
-            assert torch.equal(engine.logits(PROMPT, repair="none", strict=True), cold)
+            assert torch.equal(engine.logits(PROMPT, documents=DOCUMENTS, repair="none", strict=True), cold)
             # Forwards change nothing that a fingerprint sees.
             prints.append(engine.registry.fingerprint)
             assert engine.stats().fallbacks == {}

@@ -53,7 +53,7 @@ def test_a_model_compiled_in_place_is_served_through(tiny_model: Any) -> None:
         for options in ({"repair": "full"}, {"reuse": "exact"}, {"reuse": "off"}):
             ours = engine.logits(PROMPT, documents=DOCUMENTS, strict=True, **options)
             assert torch.allclose(ours, expected, atol=1e-4), options
-        assert engine.generate(PROMPT, params=EIGHT, strict=True).reuse == "blend"
+        assert engine.generate(PROMPT, documents=DOCUMENTS, params=EIGHT, strict=True).reuse == "blend"
     assert calls
 
 

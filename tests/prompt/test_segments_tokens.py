@@ -125,6 +125,15 @@ def test_bos_once_and_no_eos(tokens_of, name):
     assert bos not in ids_of(tokens.segment(spans_of(PROMPT, DOC_A), rendered=True))
 
 
+@pytest.mark.parametrize("name", ["byte_bpe_bos_eos", "wordpiece"])
+def test_of_the_tokenizers_own_ids_the_end_alone_is_left_out(tokens_of, name):
+    tokens = tokens_of(name)
+    own = tokens.tokenizer(PROMPT)["input_ids"]
+    end = tokens.tokenizer.eos_token_id if name == "byte_bpe_bos_eos" else tokens.tokenizer.sep_token_id
+    assert own[-1] == end
+    assert ids_of(tokens.segment(spans_of(PROMPT, DOC_A), rendered=False)) == own[:-1]
+
+
 def test_bos_before_a_leading_document_is_a_prefix_of_its_own(tokens_of):
     tokens = tokens_of("byte_bpe_bos_eos")
     first, second = tokens.segment(spans_of(DOC_A, DOC_A), rendered=False)

@@ -42,7 +42,7 @@ def test_a_tenant_sees_neither_anothers_texts_nor_its_kv(tiny_model, tmp_path: P
     assert hits(engine, "theirs", DOCUMENTS) == [HitKind.ENCODED] * 3
     delete_namespace(engine.store, "mine")
     assert hits(engine, "mine") == []
-    assert hits(engine, "theirs") == [HitKind.APPROXIMATE] * 3
+    assert hits(engine, "theirs", DOCUMENTS) == [HitKind.APPROXIMATE] * 3
     engine.close()
 
 
@@ -51,7 +51,8 @@ def test_a_cold_answer_is_a_warm_one_with_every_codec(tiny_model, tmp_path: Path
     """Encoded now == from memory == from disk in another engine == after eviction, to the bit."""
     encoding = EncodingConfig(quantization=setting)
     engine = KVBoost(tiny_model("llama"), store=tmp_path, encoding=encoding)
-    cold = engine.logits(PROMPT, documents=DOCUMENTS, repair="none", strict=True)
+    engine.register(DOCUMENTS)
+    cold = engine.logits(PROMPT, repair="none", strict=True)
     assert hits(engine) == [HitKind.APPROXIMATE] * 3
     warm = engine.logits(PROMPT, repair="none", strict=True)
     engine.close()
@@ -80,7 +81,8 @@ def test_the_codec_changes_the_answer_only_a_little(tiny_model) -> None:
 def test_a_damaged_file_costs_an_encoding_and_nothing_else(tiny_model, tmp_path: Path) -> None:
     store = open_store(tmp_path, memory_bytes=0)
     engine = KVBoost(tiny_model("llama"), store=store, config=ReuseConfig(disk_load="always"))
-    clean = engine.logits(PROMPT, documents=DOCUMENTS, strict=True)
+    engine.register(DOCUMENTS)
+    clean = engine.logits(PROMPT, strict=True)
     disk = disk_of(engine.store)
     keys = engine.store.catalog.hashes()
     path = disk.folder.path(keys[1])

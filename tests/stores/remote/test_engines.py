@@ -20,20 +20,23 @@ def test_cold_on_one_machine_is_warm_on_another_to_the_bit(tiny_model, tmp_path:
     with servers.valkey_cluster(tmp_path / "nodes") as nodes:
         shared = f"redis+cluster://127.0.0.1:{nodes[0].port}"
         first = KVBoost(tiny_model("llama"), store=Tiers(tmp_path / "1", shared=shared), encoding=encoding)
-        cold = first.logits(PROMPT, documents=DOCUMENTS, repair="none", strict=True)
+        first.register(DOCUMENTS)
+        cold = first.logits(PROMPT, repair="none", strict=True)
         first.close()
         config = ReuseConfig(disk_load="always")
         second = KVBoost(
             tiny_model("llama"), store=Tiers(tmp_path / "2", shared=shared), encoding=encoding, config=config
         )
-        assert torch.equal(second.logits(PROMPT, documents=DOCUMENTS, repair="none", strict=True), cold)
+        second.register(DOCUMENTS)
+        assert torch.equal(second.logits(PROMPT, repair="none", strict=True), cold)
         assert second.store.tier_stats["remote"].hits == 3
         assert second.store.stats.hits == 3
         second.evict(DOCUMENTS[:1])
         assert second.store.tier_of(second.store.catalog.hashes()[0]) == "memory"
         second.close()
         third = KVBoost(tiny_model("llama"), store=Tiers(tmp_path / "3", shared=shared), encoding=encoding)
-        assert torch.equal(third.logits(PROMPT, documents=DOCUMENTS, repair="none", strict=True), cold)
+        third.register(DOCUMENTS)
+        assert torch.equal(third.logits(PROMPT, repair="none", strict=True), cold)
         assert third.store.tier_stats["remote"].hits == 2
         third.close()
 

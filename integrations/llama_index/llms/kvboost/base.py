@@ -104,7 +104,7 @@ class KVBoostLLM(KVBoostArguments):
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, for `Settings.tokenizer` and token counters."""
-        return list(self.engine.tokens.ids(text))
+        return list(self.engine.registry.text_ids(text, self.engine.config.namespace_or_own(self.namespace)))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
