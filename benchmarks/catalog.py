@@ -30,7 +30,7 @@ from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.stores import DiskStore
 
-MODEL, TENANT = "model", "tenant"
+MODEL, NAMESPACE = "model", "namespace"
 BATCH = 1000
 
 
@@ -39,7 +39,7 @@ def record_of(number: int, text_bytes: int, neighbours: tuple[str, ...]) -> Chun
     ids = tuple(source.randrange(50_000) for _ in range(text_bytes // 5))
     text = f"Document {number}. " + " ".join(f"{i:04x}" for i in ids)
     return ChunkRecord(
-        content_hash(MODEL, TENANT, ids), MODEL, TENANT, text[:text_bytes], ids, (1, 2, 3), neighbours, (4,)
+        content_hash(MODEL, NAMESPACE, ids), MODEL, NAMESPACE, text[:text_bytes], ids, (1, 2, 3), neighbours, (4,)
     )
 
 
@@ -62,7 +62,7 @@ def insert(store: DiskStore, size: int, args: argparse.Namespace) -> tuple[list[
         for number, record in zip(numbers, records, strict=True):
             if number % 10 == 0:  # ten chunks a source
                 group = [r.content_hash for r in records[number - start : number - start + 10]]
-                store.catalog.sources.link(MODEL, TENANT, f"file-{number}", group)
+                store.catalog.sources.link(MODEL, NAMESPACE, f"file-{number}", group)
             keys.append(record.content_hash)
         seconds += args.clock() - began
     return keys, seconds
@@ -81,7 +81,7 @@ def measure(size: int, args: argparse.Namespace, folder: Path) -> str:
     before, began = held_bytes(), args.clock()
     store = DiskStore(folder)
     registry = registry_of(store)
-    registry.known_texts(TENANT)
+    registry.known_texts(NAMESPACE)
     reopening, memory = args.clock() - began, held_bytes() - before
 
     def prompt() -> str:
@@ -91,7 +91,7 @@ def measure(size: int, args: argparse.Namespace, folder: Path) -> str:
     prompts = [prompt() for _ in range(50)]
     began = args.clock()
     for text in prompts:
-        assert len(registry.known_texts(TENANT).find(text)) == 4
+        assert len(registry.known_texts(NAMESPACE).find(text)) == 4
     finding = (args.clock() - began) / len(prompts)
 
     some = draw.sample(keys, min(1000, size))
@@ -110,7 +110,7 @@ def measure(size: int, args: argparse.Namespace, folder: Path) -> str:
     began = args.clock()
     for key in gone:
         assert registry.forget([key]).num_chunks == 1
-        registry.known_texts(TENANT).find(prompts[0])
+        registry.known_texts(NAMESPACE).find(prompts[0])
     forgetting = (args.clock() - began) / len(gone)
     store.close()
     on_disk = (folder / "catalog.sqlite").stat().st_size

@@ -1,4 +1,4 @@
-"""How close answers stay to full prefill, by what chunks were encoded behind and which rows are recomputed.
+"""How close answers stay to full prefill, by what chunks were encoded after and which rows are recomputed.
 
 usage: python benchmarks/index_quality.py DATA.json [--questions 24] [--rows alone=cacheblend:0.15 neighbours=none …]
            [--out FILE.jsonl] [--model bundled:smollm2] [--dtype float32] [--answer-tokens 16]

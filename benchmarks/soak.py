@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--operations 10000] [--seed 0]
 
-Each operation is one of: answer a question over some documents, warm some, evict one, delete a tenant's, restart the
+Each operation is one of: answer a question over some documents, warm some, evict one, delete a namespace, restart the
 engine. The budgets of memory and disk are about a tenth of the documents' KV. After every operation the store's hits,
 misses, bytes by tier and keys by tier must be what the model says, to the byte. At the end the process's memory must
 be within 5 % of what it was after a third of the operations. The model is a tiny random llama; nothing is timed.
@@ -30,7 +30,7 @@ from kvboost_rag.stores import DiskStore, MemoryStore, TieredStore
 from kvboost_rag.stores.maintenance import delete_namespace
 
 NUM_DOCUMENTS = 100
-TENANTS = ("", "tenant-b")
+NAMESPACES = ("", "b")
 WORDS = ("store", "key", "value", "token", "prompt", "chunk", "layer", "model", "answer", "question", "memory", "disk")
 MEMORY_SHARE, DISK_SHARE = 0.05, 0.10
 FLAT_WITHIN = 0.05
@@ -51,7 +51,9 @@ class Soak:
         self.folder = folder
         self.rng = random.Random(seed)
         self.counts: dict[str, int] = {}
-        self.documents = [(tenant, self._text()) for tenant in TENANTS for _ in range(NUM_DOCUMENTS // len(TENANTS))]
+        self.documents = [
+            (namespace, self._text()) for namespace in NAMESPACES for _ in range(NUM_DOCUMENTS // len(NAMESPACES))
+        ]
         entry_bytes, file_bytes = self._measure()
         total, on_disk = sum(entry_bytes.values()), sum(file_bytes.values())
         self.budgets = int(MEMORY_SHARE * total), int(DISK_SHARE * on_disk)
@@ -65,10 +67,10 @@ class Soak:
 
     def step(self) -> None:
         """One random operation, and a comparison of everything."""
-        kinds = ("ask", "warm", "evict", "delete tenant", "restart")
+        kinds = ("ask", "warm", "evict", "delete namespace", "restart")
         kind = self.rng.choices(kinds, (70, 15, 13, 1, 1))[0]
         self.counts[kind] = self.counts.get(kind, 0) + 1
-        {"ask": self._ask, "warm": self._warm, "evict": self._evict, "delete tenant": self._delete}.get(
+        {"ask": self._ask, "warm": self._warm, "evict": self._evict, "delete namespace": self._delete}.get(
             kind, self._restart
         )()
         self._compare(kind)
@@ -81,22 +83,21 @@ class Soak:
         return " ".join(self.rng.choices(WORDS, k=self.rng.randrange(8, 40))) + f" {self.rng.random()}"
 
     def _pick(self, most: int) -> tuple[str, list[str], list[str]]:
-        """A tenant, some of its documents (few of them much more often than the others), and their keys."""
-        tenant = self.rng.choice(TENANTS)
-        own = [text for name, text in self.documents if name == tenant]
+        """A namespace, some of its documents (few of them much more often than the others), and their keys."""
+        namespace = self.rng.choice(NAMESPACES)
+        own = [text for name, text in self.documents if name == namespace]
         weights = [1 / (rank + 1) for rank in range(len(own))]
         texts = list(dict.fromkeys(self.rng.choices(own, weights, k=self.rng.randint(1, most))))
-        return tenant, texts, [self._key(text, tenant) for text in texts]
+        return namespace, texts, [self._key(text, namespace) for text in texts]
 
-    def _key(self, text: str, tenant: str) -> str:
-        return self.engine.registry.describe(text, tenant).content_hash
+    def _key(self, text: str, namespace: str) -> str:
+        return self.engine.registry.describe(text, namespace).content_hash
 
     def _ask(self) -> None:
-        tenant, texts, keys = self._pick(4)
+        namespace, texts, keys = self._pick(4)
         prompt = "\n".join(texts) + "\nWhich layer holds it?"
-        self.engine.generate(
-            prompt, documents=texts, namespace=tenant, params=GenerationParams(max_new_tokens=1), strict=True
-        )
+        self.engine.register(texts, namespace=namespace)
+        self.engine.generate(prompt, namespace=namespace, params=GenerationParams(max_new_tokens=1), strict=True)
         # All are looked up before the missing ones are encoded.
         self.expected.pinned = keys
         missing = [key for key in keys if not self.expected.lookup(key)]
@@ -105,21 +106,21 @@ class Soak:
         self.expected.pinned = ()
 
     def _warm(self) -> None:
-        tenant, texts, keys = self._pick(3)
-        self.engine.warm(texts, neighbours=None, namespace=tenant)
+        namespace, texts, keys = self._pick(3)
+        self.engine.warm(texts, neighbours=None, namespace=namespace)
         for key in keys:
             if key not in self.expected.memory.held and key not in self.expected.disk.held:
                 self.expected.store(key)
 
     def _evict(self) -> None:
-        tenant, texts, keys = self._pick(1)
-        self.engine.evict(texts, namespace=tenant)
+        namespace, texts, keys = self._pick(1)
+        self.engine.evict(texts, namespace=namespace)
         self.expected.forget(keys[0])
 
     def _delete(self) -> None:
-        tenant = self.rng.choice(TENANTS)
-        keys = [self._key(text, name) for name, text in self.documents if name == tenant]
-        delete_namespace(self.engine.store, tenant)
+        namespace = self.rng.choice(NAMESPACES)
+        keys = [self._key(text, name) for name, text in self.documents if name == namespace]
+        delete_namespace(self.engine.store, namespace)
         for key in keys:
             self.expected.forget(key)
 
@@ -139,12 +140,12 @@ class Soak:
             disk = DiskStore(folder, 1 << 40)
             with KVBoost(self.loaded, store=disk) as engine:
                 self.engine = engine
-                for tenant, text in self.documents:
-                    engine.warm([text], neighbours=None, namespace=tenant)
+                for namespace, text in self.documents:
+                    engine.warm([text], neighbours=None, namespace=namespace)
                 infos = {info.key: info for info in disk.entries()}
                 memory = {}
-                for tenant, text in self.documents:
-                    record = engine.registry.describe(text, tenant)
+                for namespace, text in self.documents:
+                    record = engine.registry.describe(text, namespace)
                     memory[record.content_hash] = disk.read(record.content_hash).num_bytes
                 return memory, {key: infos[key].num_bytes for key in memory}
 

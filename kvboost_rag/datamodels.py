@@ -85,8 +85,8 @@ class ChunkRecord:
     others behind it: matrix kernels round differently at other lengths, so the last bits depend on it. 0: the context
     and the chunk are all.
 
-    A chunk that was encoded behind several contexts names them all in `neighbours`, one after the other, and `splits`
-    says how many of these belong to each context. `mixture` identifies the weights by which the KV behind each of them
+    A chunk that was encoded after several contexts names them all in `neighbours`, one after the other, and `splits`
+    says how many of these belong to each context. `mixture` identifies the weights by which the KV after each of them
     is combined (`encode.mixture`).
     """
 

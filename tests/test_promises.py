@@ -375,7 +375,7 @@ def test_a_store_that_cannot_keep_anything_changes_nothing_but_speed(make_engine
     assert len(tight.store) == 0
 
 
-def test_other_tenants_are_never_hit(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_other_namespaces_are_never_hit(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(store=open_store(tmp_path / "store"))
     engine.warm(DOCUMENTS, namespace="a")
     own = engine.generate(prompt(DOCUMENTS), namespace="a", params=EIGHT, strict=True)

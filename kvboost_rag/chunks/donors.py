@@ -36,7 +36,7 @@ class Donors:
     Contract:
     - KV made here serves one request and is never put into the store: a chunk's own KV stays a pure function of its
       tokens, its encoding context and the model. It is reported as `HitKind.DONOR`.
-    - A donor is a chunk of the same namespace and model whose KV is stored and was encoded behind the same context. A
+    - A donor is a chunk of the same namespace and model whose KV is stored and was encoded after the same context. A
       document that is given with a call takes over its donor's context, so that there can be such a donor.
     - Signatures lie beside the catalog and survive a restart; what is missing or damaged is computed from the catalog.
     - Methods may be called from any thread; `make` runs the model.
@@ -73,7 +73,7 @@ class Donors:
         if plan is None or plan.num_reused < self.rules.min_saving * job.num_tokens:
             return None
         donor = self._load(plan.donor)
-        # With several contexts the donor's KV is a mixture of them, and so is what is computed behind each of them.
+        # With several contexts the donor's KV is a mixture of them, and so is what is computed after each of them.
         stored = self.rules.context == "stored" and len(job.parts) == 1
         context = self._stored_context(record) if stored else []
         if donor is None or context is None:

@@ -79,7 +79,7 @@ class ChunkIdentity:
         return record if record.mixture == mixture else replace(record, mixture=mixture)
 
     def job(self, record: ChunkRecord, contexts: Sequence[tuple[int, ...]]) -> ChunkJob:
-        """What encodes a `current` record behind its contexts, given as token ids."""
+        """What encodes a `current` record after its contexts, given as token ids."""
         parts = tuple(EncodingJob(record.token_ids, context, record.forward_tokens) for context in contexts)
         if not record.splits:
             return ChunkJob(parts)

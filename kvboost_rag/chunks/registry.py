@@ -166,12 +166,12 @@ class ChunkRegistry:
 
     @property
     def max_chunk_tokens(self) -> int | None:
-        """Longest chunk that fits behind the anchor; None = no limit known."""
+        """Longest chunk that fits after the anchor; None = no limit known."""
         limit = self.identity.max_positions
         return None if limit is None else limit - len(self.identity.anchor_ids)
 
     def with_contexts(self, record: ChunkRecord, contexts: Sequence[Sequence[ChunkRecord]]) -> ChunkRecord:
-        """`record` encoded behind each of `contexts`, as far as they fit; equal ones count once."""
+        """`record` encoded after each of `contexts`, as far as they fit; equal ones count once."""
         chosen = list(dict.fromkeys(self._fitting(record, context) for context in contexts)) or [()]
         neighbours = tuple(key for context in chosen for key in context)
         splits = tuple(map(len, chosen)) if len(chosen) > 1 else ()

@@ -56,7 +56,7 @@ def evict(
         after = disk.bytes_held["disk"]
     finally:
         disk.close()
-    reset = f", {removed.num_reset:,} encoded behind them reset" if removed.num_reset else ""
+    reset = f", {removed.num_reset:,} encoded after them reset" if removed.num_reset else ""
     console.print(
         f"{removed.num_chunks:,} chunks forgotten{reset}, KV of {removed.num_entries:,} entries removed; "
         f"{bytes_text(after)} on disk ({bytes_text(before)} before)",

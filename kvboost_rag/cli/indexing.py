@@ -1,4 +1,4 @@
-"""From source texts to chunks in the store, each encoded behind its nearest neighbours."""
+"""From source texts to chunks in the store, each encoded after its nearest neighbours."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ Neighbours = Annotated[
     typer.Option(
         min=0,
         max=16,
-        help="Similar chunks that each chunk is encoded behind; 0 is faster and cruder. Default: what calibration "
+        help="Similar chunks that each chunk is encoded after; 0 is faster and cruder. Default: what calibration "
         "chose, else 4.",
     ),
 ]

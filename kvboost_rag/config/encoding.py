@@ -31,16 +31,16 @@ class EncodingConfig:
             and computing them costs nothing.
         block_tokens: block length of the exact path (its first blocks are shorter); only whole blocks are found again
             in a longer prompt.
-        neighbours: how many similar chunks of the corpus `warm` encodes a chunk behind; default 4
+        neighbours: how many similar chunks of the corpus `warm` encodes a chunk after; default 4
             (`KVBOOST_NEIGHBOURS`). 0: none, and nothing is embedded.
         contexts: how many such contexts `warm` encodes a chunk after, one forward each: what stands before it in its
-            document and the nearest chunks, then the next nearest. The KV behind each is combined into one (see
+            document and the nearest chunks, then the next nearest. The KV after each is combined into one (see
             `context_weights`): nearer to full prefill, at the same size and the same cost when it is used. Default 2
             (`KVBOOST_CONTEXTS`), 1 with `groups`.
         context_weights: how they are combined, as calibration fitted it for the model
             (`encode.mixture.ContextWeights`); None: the profile's, and where there is none the plain mean.
         siblings: whether the first chunk of a chunk's document and the one just before it belong into its context.
-        groups: `warm` encodes new chunks in groups of up to `neighbours` + 1 similar ones, in one forward, each behind
+        groups: `warm` encodes new chunks in groups of up to `neighbours` + 1 similar ones, in one forward, each after
             those before it: about one token forwarded per document token instead of `neighbours` + 1, and a part of the
             gain only; with two contexts the other way round as well. Not for models with experts.
         leading: also keep the KV that a chunk has after the anchor alone, in 8 bits, for prompts in which no document

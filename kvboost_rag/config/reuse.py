@@ -58,7 +58,7 @@ class ReuseConfig:
             the model stands. Each has KV of its own.
         settle: True: the prompt is a turn of a conversation. It is recomputed exactly while nobody waits, and the turns
             that follow are served from exact KV of all that was said. None: on in sessions and chat classes, else off.
-        namespace: whose chunks are found (a tenant's, say). Enters every key; never taken from prompt text.
+        namespace: whose chunks are found (a customer's, say). Enters every key; never taken from prompt text.
         strict: raise on a fault in reuse instead of falling back to plain prefill.
         shadow_rate: share of the requests served with `blend`, 0…1, that are compared with full prefill afterwards
             (see `shadow`); costs about one full prefill each, while nobody else is waiting.

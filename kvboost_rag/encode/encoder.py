@@ -48,7 +48,7 @@ class ChunkJob:
     """All forwards that a chunk's KV is made of: one, or one behind each of several contexts.
 
     Attributes:
-        parts: the forwards; where `weights` ask for it the first is behind the anchor alone.
+        parts: the forwards; where `weights` ask for it the first is after the anchor alone.
         shares: how much each part counts where there are no weights.
         weights: fitted ones (`mixture.ContextWeights`), or None.
     """
@@ -164,7 +164,7 @@ class GroupKV:
 
 
 def encode_group(encoder: Encoder, jobs: Sequence[ChunkJob]) -> GroupKV:
-    """Chunks behind each other, in as few forwards as there are orders in which they stand behind each other."""
+    """Chunks after each other, in as few forwards as there are orders in which they follow each other."""
     places = [(number, index) for number, job in enumerate(jobs) for index in range(len(job.parts))]
     chains: list[list[tuple[int, int]]] = []
     for number, index in sorted(places, key=lambda place: -jobs[place[0]].parts[place[1]].end):
@@ -201,8 +201,8 @@ def context_sensitivity(kv: ChunkKV, alone: ChunkKV) -> torch.Tensor:
     of one token at one layer, mean over layers.
 
     Args:
-        kv: encoded behind its context; keys `[num_layers_in_group, num_kv_heads, seq_len, key_head_dim]`.
-        alone: the same tokens encoded behind less.
+        kv: encoded after its context; keys `[num_layers_in_group, num_kv_heads, seq_len, key_head_dim]`.
+        alone: the same tokens encoded after less.
     """
     layers = []
     for key, value, alone_key, alone_value in zip(kv.keys, kv.values, alone.keys, alone.values, strict=True):

@@ -28,9 +28,9 @@ Table = tuple[tuple[tuple[float, ...], ...], ...]
 
 @dataclass(frozen=True)
 class ContextWeights:
-    """How much the KV behind each context counts in the mixture of a model's chunks.
+    """How much the KV after each context counts in the mixture of a model's chunks.
 
-    The first part is the chunk behind the anchor alone, the others are its contexts in order.
+    The first part is the chunk after the anchor alone, the others are its contexts in order.
 
     Attributes:
         keys, values: `[num_layers][num_kv_heads][1 + num_contexts]`.
@@ -63,7 +63,7 @@ class ContextWeights:
 
     @property
     def needs_alone(self) -> bool:
-        """Whether the chunk must be encoded behind the anchor alone as well."""
+        """Whether the chunk must be encoded after the anchor alone as well."""
         return any(parts[0] != 0 for table in (self.keys, self.values) for heads in table for parts in heads)
 
     @cached_property
@@ -78,7 +78,7 @@ def combine(
     """One KV out of several of the same tokens: float32 arithmetic in a fixed order, rounded once.
 
     Args:
-        parts: position-free KV behind each context; with weights that ask for it, behind the anchor alone first.
+        parts: position-free KV after each context; with weights that ask for it, after the anchor alone first.
         shares: without weights, how much each part counts, in any unit.
         weights: per layer, KV head and kind.
     """

@@ -39,7 +39,7 @@ class DonorRules:
             computed with another text before them. None: all up to the chunk's end, so that only what stands before
             the first change is reused, which is as good as new if the encoding context is the same.
         max_candidates: donors compared token by token.
-        context: `computed`: the encoding context is forwarded again, so that what is computed behind it is what
+        context: `computed`: the encoding context is forwarded again, so that what is computed after it is what
             encoding the chunk would give, up to rounding. `stored`: stored KV of the chunks in it is taken instead,
             which is several times as fast behind neighbours, and approximate.
         min_saving: least share of the tokens that encoding the chunk would forward (context included) that a donor

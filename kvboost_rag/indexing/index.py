@@ -53,7 +53,7 @@ class DocumentIndex:
     - A call that was interrupted leaves no chunk without a source, and calling again does the rest. Deleting is one
       transaction; what has to follow it is done by whoever opens the store next, if it was interrupted. Until the old
       chunks are forgotten a source holds old and new ones; new ones that are not encoded yet are known like all others.
-    - What is forgotten leaves every tier: KV, text, embedding, exact blocks, and KV that was computed behind it.
+    - What is forgotten leaves every tier: KV, text, embedding, exact blocks, and KV that was computed after it.
     - Methods may be called from any thread; two calls for one source at the same time leave the chunks of one of them.
 
     Args:

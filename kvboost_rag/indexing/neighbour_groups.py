@@ -1,4 +1,4 @@
-"""Similar chunks encoded in one forward, each behind those before it: about one token forwarded per document token."""
+"""Similar chunks encoded in one forward, each after those before it: about one token forwarded per document token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Automatic neighbours: the similar chunks that a new chunk is encoded behind, by embeddings kept beside the store."""
+"""Automatic neighbours: the similar chunks that a new chunk is encoded after, by embeddings kept beside the store."""
 
 from __future__ import annotations
 

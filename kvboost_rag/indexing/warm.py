@@ -84,7 +84,7 @@ def register_documents(
 
     Args:
         documents: chunk texts; white space around them does not count, repeats are one chunk.
-        neighbours: for each document the texts to encode it behind, nearest last, or several lists of such texts for
+        neighbours: for each document the texts to encode it after, nearest last, or several lists of such texts for
             several contexts. Neighbours that are not among the documents become known chunks too. Only as many as fit
             in front of the chunk are used, nearest first.
 
@@ -191,7 +191,7 @@ def nothing_encoded(records: Sequence[ChunkRecord]) -> WarmReport:
 
 
 def forwards(records: Sequence[ChunkRecord], batch_size: int = 1) -> list[list[ChunkRecord]]:
-    """Distinct records by the forward that encodes them: groups of chunks behind each other, else `batch_size` each.
+    """Distinct records by the forward that encodes them: groups of chunks after each other, else `batch_size` each.
 
     Of a group some may be missing (stored already): any beginnings of the same chain go together.
     """

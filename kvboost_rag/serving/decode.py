@@ -110,7 +110,7 @@ class Decoder:
 
     @torch.no_grad()
     def score(self, prompt: ServedPrompt, continuation: Sequence[int]) -> torch.Tensor:
-        """Logits behind the prompt and behind each token of a given continuation, float32 `[len + 1, vocab_size]`."""
+        """Logits after the prompt and after each token of a given continuation, float32 `[len + 1, vocab_size]`."""
         start = prompt_tensor(self.model, prompt.token_ids)
         ids = torch.tensor(list(continuation), dtype=torch.long, device=start.device)
         if prompt.cache is None or prompt.plan is None:

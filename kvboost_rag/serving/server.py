@@ -85,7 +85,7 @@ class Server:
         return result
 
     def logits(self, request: Request, continuation: Sequence[int]) -> torch.Tensor:
-        """Logits behind the prompt and behind each token of `continuation`, float32 `[len + 1, vocab_size]`."""
+        """Logits after the prompt and after each token of `continuation`, float32 `[len + 1, vocab_size]`."""
         prompt = self.fetcher.ranks.first("prompt", lambda: self.locate(request))
         answer_room(self.model, len(prompt.token_ids) + len(continuation), request.params)
         clock = StageClock(request.started, self._gpus)

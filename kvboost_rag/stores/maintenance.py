@@ -17,7 +17,7 @@ class Removed:
 
     Attributes:
         num_chunks: chunks forgotten: text and KV.
-        num_reset: chunks encoded behind a forgotten one; their KV is removed and they continue without it.
+        num_reset: chunks encoded after a forgotten one; their KV is removed and they continue without it.
         num_entries: stored entries removed (chunks' KV and exact blocks).
     """
 

@@ -14,7 +14,7 @@ def test_every_operation_leaves_the_store_as_predicted(tmp_path: Path) -> None:
     run = soak.Soak(soak.tiny_model(), tmp_path / "kv", seed=7)
     run.steps(250)
     run.close()
-    assert set(run.counts) == {"ask", "warm", "evict", "delete tenant", "restart"}
+    assert set(run.counts) == {"ask", "warm", "evict", "delete namespace", "restart"}
     assert run.expected.hits > 20
     assert run.expected.misses > 20
 

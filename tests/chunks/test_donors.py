@@ -122,7 +122,7 @@ def test_off_by_default_and_by_one_setting(make_engine: MakeEngine, monkeypatch:
         ReuseConfig(donors="yes")  # type: ignore[arg-type]
 
 
-def test_tenants_share_no_donors(make_engine: MakeEngine) -> None:
+def test_namespaces_share_no_donors(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.warm([OLD], namespace="a")
     assert document(ask(engine, namespace="b")).hit is HitKind.ENCODED

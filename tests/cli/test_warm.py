@@ -107,7 +107,7 @@ def test_a_dry_run_loads_no_weights_changes_nothing_and_is_right(warm, documents
         "gone": 2,
     }
     after = summary(warm()[1])[0]
-    assert after["encoded"] >= second["encode"], "chunks encoded behind forgotten ones are encoded again"
+    assert after["encoded"] >= second["encode"], "chunks encoded after forgotten ones are encoded again"
     assert after["dropped"] == second["forget"]
 
 

@@ -125,7 +125,7 @@ def test_a_restart_embeds_nothing_and_knows_the_old_chunks(
     assert set(behind(second, "Another apple, another plum.")) < set(FRUIT)
 
 
-def test_tenants_are_no_neighbours_of_each_other(make_engine: MakeEngine) -> None:
+def test_namespaces_are_no_neighbours_of_each_other(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.warm(FRUIT, namespace="a")
     engine.warm(FRUIT[:1], namespace="b")
@@ -246,7 +246,7 @@ def test_later_chunks_are_known_and_go_with_their_source(make_engine: MakeEngine
     assert engine.index.delete("a") == 2
 
 
-def test_sources_of_tenants_are_apart(make_engine: MakeEngine) -> None:
+def test_sources_of_namespaces_are_apart(make_engine: MakeEngine) -> None:
     engine = make_engine(neighbours=0)
     engine.index.add("doc", FRUIT[:1], namespace="a")
     engine.index.add("doc", FRUIT[:1], namespace="b")

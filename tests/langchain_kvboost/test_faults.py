@@ -368,15 +368,15 @@ def test_objects_made_anew_from_their_fields_have_the_same_engine(model: Any, fr
     """As `configurable_fields` does, and as one class is made from the other."""
     engine = KVBoost(fresh)
     ours = model(model=engine, tokenizer=None) if given == "engine" else model()
-    chosen = ours.configurable_fields(seed=ConfigurableField("seed"), namespace=ConfigurableField("tenant"))
+    chosen = ours.configurable_fields(seed=ConfigurableField("seed"), namespace=ConfigurableField("namespace"))
     for source in (chosen, pickle.loads(pickle.dumps(chosen)), copy.deepcopy(chosen)):
-        anew, _ = source.prepare({"configurable": {"seed": 3, "tenant": "b"}})
+        anew, _ = source.prepare({"configurable": {"seed": 3, "namespace": "b"}})
         assert (anew.seed, anew.namespace) == (3, "b")
         assert anew.engine is ours.engine
     for kind in (ChatKVBoost, KVBoostLLM):
         assert kind(pipeline=ours).engine is ours.engine
     assert (ours.engine is engine) == (given == "engine")
-    assert _text(chosen.with_config(configurable={"tenant": "b"}).invoke(TEXT)) == _text(ours.invoke(TEXT))
+    assert _text(chosen.with_config(configurable={"namespace": "b"}).invoke(TEXT)) == _text(ours.invoke(TEXT))
     engine.close()
 
 

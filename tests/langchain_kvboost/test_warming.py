@@ -241,7 +241,7 @@ def test_however_a_document_goes_its_kv_goes_with_it(
 ) -> None:
     change(collection)
     assert _known(model) == {TEXTS[i] for i in left}
-    assert _held(model) <= _known(model), "what was encoded behind a document that is gone is encoded again"
+    assert _held(model) <= _known(model), "what was encoded after a document that is gone is encoded again"
 
 
 def test_changes_that_would_pass_unseen_are_refused_by_name(collection: KVBoostVectorStore) -> None:
@@ -387,11 +387,11 @@ def test_searching_is_the_wrapped_stores(store: KVBoostVectorStore) -> None:
     assert store.store is inner.store  # whatever else it has
 
 
-def test_from_texts_and_tenants(model: Any, fresh: Any) -> None:
-    store = KVBoostVectorStore.from_texts(TEXTS[:2], Letters(), ids=["a", "b"], llm=model, namespace="tenant-a")
-    assert model.engine.store.catalog.namespaces() == ("tenant-a",)
+def test_from_texts_and_namespaces(model: Any, fresh: Any) -> None:
+    store = KVBoostVectorStore.from_texts(TEXTS[:2], Letters(), ids=["a", "b"], llm=model, namespace="namespace-a")
+    assert model.engine.store.catalog.namespaces() == ("namespace-a",)
     assert _hits(model, TEXTS[:2]) == {}
-    mine = model.generate([prompt(TEXTS[:2])], namespace="tenant-a").generations[0][0].generation_info
+    mine = model.generate([prompt(TEXTS[:2])], namespace="namespace-a").generations[0][0].generation_info
     assert mine["kvboost"]["hits"] == {"approximate": 2}
     store.delete(["a", "b"])
     assert _known(model) == set()

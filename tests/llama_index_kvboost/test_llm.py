@@ -167,7 +167,7 @@ def test_reuse_can_be_chosen_by_model_and_by_call(make_llm: MakeLLM) -> None:
     assert (off["reuse"], off["cached_tokens"]) == ("off", 0)
 
 
-def test_tenants_do_not_see_each_other(make_llm: MakeLLM) -> None:
+def test_namespaces_do_not_see_each_other(make_llm: MakeLLM) -> None:
     llm = make_llm(namespace="a")
     llm.engine.warm(TEXTS[:1], namespace="a")
     prompt = "\n\n".join(["Answer from this:", TEXTS[0], "Question: which?"])

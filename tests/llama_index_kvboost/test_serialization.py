@@ -25,7 +25,7 @@ FIELDS: dict[str, Any] = {
     "system_prompt": "Be brief.",
     "stopping_ids": [7],
     "recompute_ratio": 0.2,
-    "namespace": "tenant",
+    "namespace": "namespace",
 }
 
 

@@ -183,7 +183,7 @@ def test_neighbours_come_from_embeddings(llm: KVBoostLLM) -> None:
     catalog = llm.engine.store.catalog
     record = llm.engine.registry.register(texts[0], "")
     assert {r.text for r in catalog.get_many(record.neighbours).values()} == set(texts[1:3])
-    # A later node finds earlier ones, and those keep what they are encoded behind.
+    # A later node finds earlier ones, and those keep what they are encoded after.
     warm(WordEmbedding()([TextNode(text=text) for text in [texts[0], "apples pears plums fruit basket"]]))
     assert warm.report.num_already_stored == 1
     assert llm.engine.registry.register(texts[0], "") == record

@@ -44,11 +44,11 @@ def test_context_ids_are_the_anchor_then_the_neighbours_in_order(catalog: Catalo
     assert catalog.contexts(record)[0] == (7, 8, *far.token_ids, *near.token_ids)
 
 
-@pytest.mark.parametrize("fault", ["unknown", "itself", "tenant", "hash"])
+@pytest.mark.parametrize("fault", ["unknown", "itself", "namespace", "hash"])
 def test_records_that_cannot_be_kept_are_refused_whole(catalog: Catalog, fault: str) -> None:
-    other_tenant = catalog.add(build_record(100, namespace="other"))
+    other_namespace = catalog.add(build_record(100, namespace="other"))
     bad = build_record(1)
-    neighbours = {"unknown": ("ab" * 32,), "itself": (bad.content_hash,), "tenant": (other_tenant.content_hash,)}
+    neighbours = {"unknown": ("ab" * 32,), "itself": (bad.content_hash,), "namespace": (other_namespace.content_hash,)}
     bad = dataclasses.replace(bad, neighbours=neighbours.get(fault, ()))
     if fault == "hash":
         bad = dataclasses.replace(bad, token_ids=(1, 2, 3))
@@ -118,7 +118,7 @@ def test_replace_gives_another_context_and_refuses_unknown_chunks(catalog: Catal
         catalog.replace(build_record(77))
 
 
-def test_texts_come_in_order_by_tenant_and_only_once(catalog: Catalog) -> None:
+def test_texts_come_in_order_by_namespace_and_only_once(catalog: Catalog) -> None:
     records = catalog.add_many([build_record(n) for n in range(2500)])
     catalog.add(build_record(1, namespace="other"))
     found = list(catalog.texts(FINGERPRINT, ""))
@@ -154,11 +154,11 @@ def test_sources_share_chunks_until_the_last_lets_go(catalog: Catalog) -> None:
     assert catalog.sources.all() == []
 
 
-def test_a_source_of_another_model_or_tenant_is_left_alone(catalog: Catalog) -> None:
+def test_a_source_of_another_model_or_namespace_is_left_alone(catalog: Catalog) -> None:
     a, b = (r.content_hash for r in catalog.add_many([build_record(1), build_record(50)]))
     catalog.sources.link(FINGERPRINT, "", "doc", [a])
     assert catalog.sources.link("model-b", "", "doc", [b]) == ()
-    assert catalog.sources.link(FINGERPRINT, "tenant", "doc", []) == ()
+    assert catalog.sources.link(FINGERPRINT, "namespace", "doc", []) == ()
     assert catalog.sources.chunks_of("", "doc", FINGERPRINT) == (a,)
     assert set(catalog.sources.unlink("", "doc")) == {a, b}
 
@@ -166,13 +166,13 @@ def test_a_source_of_another_model_or_tenant_is_left_alone(catalog: Catalog) -> 
 def test_deleting_a_namespace_leaves_nothing_of_it_in_the_file(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "c.sqlite")
     kept = catalog.add(build_record(1))
-    gone = catalog.add_many([build_record(n, namespace="tenant-x", anchor=(99,)) for n in range(300, 340)])
-    catalog.sources.link(FINGERPRINT, "tenant-x", "secret.md", [gone[0].content_hash])
-    assert set(catalog.forget_namespaces(["tenant-x"])) == {r.content_hash for r in gone}
+    gone = catalog.add_many([build_record(n, namespace="namespace-x", anchor=(99,)) for n in range(300, 340)])
+    catalog.sources.link(FINGERPRINT, "namespace-x", "secret.md", [gone[0].content_hash])
+    assert set(catalog.forget_namespaces(["namespace-x"])) == {r.content_hash for r in gone}
     assert catalog.database.wipe_log()
     assert catalog.get(kept.content_hash) == kept
     files = b"".join(p.read_bytes() for p in tmp_path.iterdir())
-    assert b"tenant-x" not in files
+    assert b"namespace-x" not in files
     assert b"secret.md" not in files
     assert b"text 310" not in files
     assert b"text 1 " in files

@@ -1,4 +1,4 @@
-"""The store behind an engine: tenants, codecs and damage, seen from a prompt."""
+"""The store behind an engine: namespaces, codecs and damage, seen from a prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hits(engine: KVBoost, namespace: str = "", documents: list[str] | None = Non
 
 
 @pytest.mark.parametrize("place", ["memory", "folder", "restarted"])
-def test_a_tenant_sees_neither_anothers_texts_nor_its_kv(tiny_model, tmp_path: Path, place: str) -> None:
+def test_a_namespace_sees_neither_anothers_texts_nor_its_kv(tiny_model, tmp_path: Path, place: str) -> None:
     store = MemoryStore(10_000_000) if place == "memory" else open_store(tmp_path, memory_bytes=10_000_000)
     engine = KVBoost(tiny_model("llama"), store=store)
     engine.warm(DOCUMENTS, namespace="mine")

@@ -1,4 +1,4 @@
-"""Deleting by chunk, source, tenant and age; verify and gc; tenants apart in every tier."""
+"""Deleting by chunk, source, namespace and age; verify and gc; namespaces apart in every tier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def all_bytes(folder: Path) -> bytes:
 
 
 def fill(store: Store) -> tuple[StoreEntry, StoreEntry, StoreEntry]:
-    """A neighbour, a chunk encoded behind it, an unrelated chunk; in three sources."""
+    """A neighbour, a chunk encoded after it, an unrelated chunk; in three sources."""
     neighbour = store.catalog.add(build_record(90100))
     record = store.catalog.add(build_record(1, (neighbour.content_hash,)))
     other = store.catalog.add(build_record(50))
@@ -80,15 +80,15 @@ def test_a_chunk_that_another_source_has_stays(store: Store) -> None:
 def test_a_deleted_namespace_leaves_nothing_in_the_folder(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     fill(store)
-    record = store.catalog.add(build_record(77, namespace="tenant-7"))
-    store.put(build_entry(77, namespace="tenant-7"))
-    store.put(exact_block((1, 2), namespace="tenant-7"))
-    store.catalog.sources.link(FINGERPRINT, "tenant-7", "seven.md", [record.content_hash])
+    record = store.catalog.add(build_record(77, namespace="namespace-7"))
+    store.put(build_entry(77, namespace="namespace-7"))
+    store.put(exact_block((1, 2), namespace="namespace-7"))
+    store.catalog.sources.link(FINGERPRINT, "namespace-7", "seven.md", [record.content_hash])
     store.flush()
-    assert b"tenant-7" in all_bytes(tmp_path)
-    removed = delete_namespace(store, "tenant-7")
+    assert b"namespace-7" in all_bytes(tmp_path)
+    removed = delete_namespace(store, "namespace-7")
     assert (removed.num_chunks, removed.num_entries) == (1, 2)
-    assert b"tenant-7" not in all_bytes(tmp_path)
+    assert b"namespace-7" not in all_bytes(tmp_path)
     assert len(store) == 3
 
 
@@ -117,7 +117,7 @@ def test_evicting_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk", "after a restart"])
-def test_tenants_never_share_kv(tmp_path: Path, tier: str) -> None:
+def test_namespaces_never_share_kv(tmp_path: Path, tier: str) -> None:
     """Own namespace hits; the other's misses, also when its entry is put under the first one's key."""
     store: Store = MemoryStore(1_000_000) if tier == "memory" else DiskStore(tmp_path, 1_000_000)
     mine, theirs = build_entry(1, namespace="mine"), build_entry(1, namespace="theirs")

@@ -32,7 +32,7 @@ class EvalPrompt(Protocol):
 class Answered:
     """Full prefill's answer: the reference of every comparison.
 
-    `logits`: behind the prompt and behind each answer token but the last, float32 `[num_answer_tokens, vocab_size]`.
+    `logits`: after the prompt and after each answer token but the last, float32 `[num_answer_tokens, vocab_size]`.
     """
 
     token_ids: tuple[int, ...]

@@ -66,7 +66,7 @@ class Sources:
             db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?, ?)", rows)
 
     def places(self, fingerprint: str, namespace: str, chunks: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """For each of `chunks` that stands behind others in a document: its first chunk, and the one just before.
+        """For each of `chunks` that stands after others in a document: its first chunk, and the one just before.
 
         What `place` said counts first, then the sources; a chunk that several sources have is taken where the first of
         them, by name, has it.
