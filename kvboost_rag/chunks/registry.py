@@ -223,7 +223,7 @@ class ChunkRegistry:
         """The record as this engine encodes it; the catalog says so too, if another engine's weights stood there."""
         current = self.identity.current(record)
         if current != record:
-            self.store.catalog.replace(current)
+            maintenance.set_contexts(self.store, [current])
         return current
 
     def forget(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,22 +13,7 @@ if TYPE_CHECKING:
     from kvboost_rag.cli.model_choice import ModelChoice
     from kvboost_rag.cli.options import StoreChoice
     from kvboost_rag.indexing.corpus import Corpus
-    from kvboost_rag.prompt.tokens import PromptTokens
-    from kvboost_rag.stores import DiskStore
-
-
-@dataclass(frozen=True)
-class Preview:
-    """Sources by what would happen to them, and the chunks to encode and to forget."""
-
-    new: tuple[str, ...]
-    changed: tuple[str, ...]
-    unchanged: tuple[str, ...]
-    gone: tuple[str, ...]
-    num_to_encode: int
-    tokens_to_encode: int
-    num_stored: int
-    num_to_forget: int
+    from kvboost_rag.indexing.preview import Preview
 
 
 def dry_run(
@@ -37,6 +21,7 @@ def dry_run(
 ) -> None:
     """Print it. Needs the tokenizer only; the model's fingerprint is the one that the store was last warmed with."""
     from kvboost_rag.cli.known_models import recall_fingerprint
+    from kvboost_rag.indexing.preview import preview_sources
     from kvboost_rag.models.load import load_tokenizer
     from kvboost_rag.prompt.tokens import PromptTokens
     from kvboost_rag.stores import DiskStore
@@ -47,61 +32,27 @@ def dry_run(
     chunks = split_sources(tokens.count, corpus.texts, plan.chunk_tokens)
     if fingerprint is None:
         console.print(f"{model.name} has not been warmed in {store.folder}: everything is new", highlight=False)
-        _print(_preview(tokens, None, "", namespace, chunks, [], folders))
+        _print(preview_sources(tokens, None, ("", namespace), chunks))
         return
+
+    def gone(known: list[str]) -> list[str]:
+        return gone_of(known, list(chunks), empty_sources(corpus), folders)
+
     disk = DiskStore(store.folder, UNLIMITED)
     try:
-        _print(_preview(tokens, disk, fingerprint, namespace, chunks, empty_sources(corpus), folders))
+        _print(preview_sources(tokens, disk, (fingerprint, namespace), chunks, gone))
     finally:
         disk.close()
-
-
-def _preview(
-    tokens: PromptTokens,
-    disk: DiskStore | None,
-    fingerprint: str,
-    namespace: str,
-    chunks: dict[str, list[str]],
-    empty: Sequence[str],
-    folders: Sequence[Path],
-) -> Preview:
-    from kvboost_rag.kv.keys import content_hash
-
-    num_tokens: dict[str, int] = {}
-    groups: dict[str, list[str]] = {"new": [], "changed": [], "unchanged": []}
-    lost: dict[str, set[str]] = {}
-    for source, texts in chunks.items():
-        ids = [tokens.document_ids(text.strip()) for text in texts]
-        keys = [content_hash(fingerprint, namespace, i) for i in ids]
-        num_tokens |= dict(zip(keys, map(len, ids), strict=True))
-        held = disk.catalog.sources.chunks_of(namespace, source, fingerprint) if disk is not None else ()
-        groups["new" if not held else "unchanged" if list(held) == keys else "changed"].append(source)
-        lost[source] = set(held) - set(keys)
-    gone: list[str] = []
-    if disk is not None:
-        known = [source for _, source in disk.catalog.sources.all(namespace)]
-        gone = gone_of(known, list(chunks), empty, folders)
-        lost |= {source: set(disk.catalog.sources.chunks_of(namespace, source)) for source in gone}
-    missing = [key for key in num_tokens if disk is None or key not in disk]
-    return Preview(
-        tuple(groups["new"]),
-        tuple(groups["changed"]),
-        tuple(groups["unchanged"]),
-        tuple(gone),
-        len(missing),
-        sum(num_tokens[key] for key in missing),
-        len(num_tokens) - len(missing),
-        0 if disk is None else len(disk.catalog.sources.only_of(lost)),
-    )
 
 
 def _print(preview: Preview) -> None:
     for name in ("new", "changed", "gone"):
         for source in getattr(preview, name):
             console.print(f"{name:10s} {source}", highlight=False, soft_wrap=True)
+    num_tokens = sum(preview.num_tokens[text] for text in preview.to_encode)
     console.print(
         f"dry run: {len(preview.new)} files new, {len(preview.changed)} changed, {len(preview.unchanged)} unchanged, "
-        f"{len(preview.gone)} gone; {preview.num_to_encode} chunks with {preview.tokens_to_encode:,} tokens would be "
-        f"encoded, {preview.num_stored} are stored, {preview.num_to_forget} would be forgotten",
+        f"{len(preview.gone)} gone; {len(preview.to_encode)} chunks with {num_tokens:,} tokens would be encoded, "
+        f"{len(preview.num_tokens) - len(preview.to_encode)} are stored, {len(preview.to_forget)} would be forgotten",
         highlight=False,
     )

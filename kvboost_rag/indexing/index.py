@@ -10,6 +10,7 @@ from kvboost_rag.chunks.lookup import document_texts
 from kvboost_rag.chunks.registry import ChunkRegistry
 from kvboost_rag.config import check_namespace
 from kvboost_rag.datamodels import WarmReport
+from kvboost_rag.indexing.preview import preview_sources
 from kvboost_rag.indexing.ready_sources import ReadySource, joined_embeddings, ready_sources
 from kvboost_rag.indexing.source_texts import SourceTexts
 from kvboost_rag.indexing.warm import WarmProgress, register_documents
@@ -183,14 +184,10 @@ class DocumentIndex:
 
     def preview(self, source_id: str, texts: Sequence[Any], *, namespace: str | None = None) -> SourceChange:
         """What `add` would do, without doing it or remembering anything."""
-        namespace = self._namespace(namespace)
-        store = self._registry.store
-        described = [self._registry.describe(t, namespace) for t in document_texts(texts) if canonical_text(t)]
-        wanted = {r.content_hash: r.text for r in described}
-        lost = [key for key in self.chunks_of(source_id, namespace=namespace) if key not in wanted]
-        known = store.catalog.get_many(store.catalog.sources.only_of({source_id: lost}))
-        to_encode = tuple(text for key, text in wanted.items() if key not in store)
-        return SourceChange(to_encode, tuple(record.text for record in known.values()))
+        registry, place = self._registry, (self._registry.fingerprint, self._namespace(namespace))
+        found = preview_sources(registry.tokens, registry.store, place, {source_id: document_texts(texts)})
+        known = registry.store.catalog.get_many(found.to_forget)
+        return SourceChange(found.to_encode, tuple(record.text for record in known.values()))
 
     def sources(self, *, namespace: str | None = None) -> list[str]:
         """Source ids of a namespace, in order of their names."""

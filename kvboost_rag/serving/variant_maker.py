@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,26 +53,26 @@ class VariantMaker:
     decoder: Decoder
     faults: Faults
     ranks: Ranks = field(default_factory=Ranks)
-    _variants: Variants | None = field(default=None, init=False)
     _probed: int = field(default=0, init=False)
 
     def variants(self, watch: ModelWatch) -> Variants:
         """The states that `watch` sees, each with its parts."""
-        self._variants = Variants(watch, self._make)
-        return self._variants
+        return Variants(watch, self._make)
 
-    def _make(self, state: ModelState, adapters: AdapterNames) -> Variant:
+    def _make(self, variants: Variants, state: ModelState, adapters: AdapterNames) -> Variant:
         loaded, encoding, config = self.loaded, self.encoding, self.config
         report = self._probe(state)
         identity = ChunkIdentity.of(state.fingerprint, self.tokens, encoding, reuse_limit(loaded.model, report))
-        registry = ChunkRegistry(self.store, self.tokens, identity, self._fingerprints)
+        registry = ChunkRegistry(self.store, self.tokens, identity, variants.fingerprints)
         encoder = Encoder(loaded.model, report.layout) if report.layout is not None else None
         heads = self._heads(report)
         fetcher = ChunkFetcher(registry, encoder, self.metrics, None, heads, self.ranks)
         similar = SimilarChunks(registry, encoding.embedder, encoding.siblings)
         donors = Donors(fetcher, encoding.donor_rules)
-        run = partial(self._run_as, state.fingerprint, adapters)
-        warmer = Warmer(fetcher, similar, donors, encoding, lambda: config.resolve().donors, run)
+        run_as = partial(variants.run_as, state.fingerprint, adapters)
+        warmer = Warmer(
+            fetcher, similar, donors, encoding, lambda: config.resolve().donors, partial(self._between_requests, run_as)
+        )
         pipeline = self._pipeline(report, donors)
         return Variant(
             state=state,
@@ -86,14 +87,8 @@ class VariantMaker:
             server=Server(loaded.model, fetcher, pipeline, self.decoder, self.faults),
         )
 
-    def _fingerprints(self) -> tuple[str, ...]:
-        return self._variants.fingerprints() if self._variants is not None else ()
-
-    def _run_as(self, fingerprint: str, adapters: AdapterNames, job: Any) -> Any:
-        """A job of one state in the worker, between requests."""
-        variants = self._variants
-        assert variants is not None
-        return self.worker.call(lambda: variants.run_as(fingerprint, adapters, job))
+    def _between_requests(self, run: Callable[[Callable[[], Any]], Any], job: Callable[[], Any]) -> Any:
+        return self.worker.call(lambda: run(job))
 
     def _probe(self, state: ModelState) -> ProbeReport:
         if state.reason is not None:

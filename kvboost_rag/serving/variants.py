@@ -54,13 +54,13 @@ class Variants:
     adapters then. `resting` and `fingerprints` may be read from any thread.
 
     Args:
-        make: the parts for a state.
+        make: the parts for a state of these variants.
 
     Attributes:
         resting: for the model as it was last seen between requests.
     """
 
-    def __init__(self, watch: ModelWatch, make: Callable[[ModelState, AdapterNames], Variant]) -> None:
+    def __init__(self, watch: ModelWatch, make: Callable[[Variants, ModelState, AdapterNames], Variant]) -> None:
         self._watch = watch
         self._make = make
         self._made: dict[str, Variant] = {}
@@ -115,7 +115,7 @@ class Variants:
         if variant is None:
             if state.fingerprint not in self._fingerprints:
                 self._fingerprints = (*self._fingerprints, state.fingerprint)
-            variant = self._make(state, resting_adapters(self._watch.model))
+            variant = self._make(self, state, resting_adapters(self._watch.model))
         while len(self._made) >= MAX_VARIANTS:
             del self._made[next(iter(self._made))]
         self._made[state.fingerprint] = variant
