@@ -123,7 +123,7 @@ class ChunkRegistry:
         catalog = self.store.catalog
         known = catalog.get(record.content_hash)
         if known is None and record.content_hash in catalog.erasures:  # deleted, but here it is again
-            catalog.revive(record.content_hash)
+            catalog.erasures.lift(record.content_hash)
         return known or record
 
     def keys_of(self, text: str, namespace: str) -> list[str]:

@@ -33,8 +33,7 @@ def make_engine(make_engine: MakeEngine) -> MakeEngine:
 
 
 def loaded(engine: KVBoost, text: str) -> FetchedChunk:
-    record = engine.store.catalog.get(engine.registry.describe(text, "").content_hash)
-    assert record is not None
+    record = engine.registry.given(text, "")
     chunk = engine.fetcher.load(record)
     assert chunk is not None
     return chunk

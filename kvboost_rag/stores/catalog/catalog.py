@@ -131,11 +131,6 @@ class Catalog:
             rows.purge(db)
             self.erasures.begin(db, stale)
 
-    def revive(self, content_hash: str) -> None:
-        """KV of a deleted chunk, whose text came back without being indexed, may be stored again."""
-        with self.database.transaction() as db:
-            self.erasures.revive(db, content_hash)
-
     def get(self, content_hash: str) -> ChunkRecord | None:
         """The record of a chunk, or None."""
         return self.get_many([content_hash]).get(content_hash)

@@ -48,6 +48,11 @@ class Erasures:
         """Say in the caller's transaction that a chunk is known again."""
         db.execute("DELETE FROM tombstones WHERE digest = ?", (_digest(key),))
 
+    def lift(self, key: str) -> None:
+        """KV of a deleted chunk, whose text came back without being indexed, may be stored again."""
+        with self._database.transaction() as db:
+            self.revive(db, key)
+
     def __contains__(self, key: object) -> bool:
         """Whether `key` was deleted and has not become known again."""
         return bool(self._database.read("SELECT 1 FROM tombstones WHERE digest = ?", (_digest(key),)))
