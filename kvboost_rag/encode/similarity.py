@@ -93,11 +93,6 @@ class DonorPlan:
     def num_reused(self) -> int:
         return sum(span.num_tokens for span in self.spans)
 
-    def positions_to_compute(self) -> tuple[int, ...]:
-        """Places in the wanted chunk that no span covers, ascending."""
-        reused = {span.start + i for span in self.spans for i in range(span.num_tokens)}
-        return tuple(i for i in range(self.num_tokens) if i not in reused)
-
 
 class SignatureTable(Protocol):
     """Where signatures survive a restart (`stores.chunk_arrays.ChunkArrays`)."""

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_rag.forward.attention_call import AttentionCall
+from kvboost_rag.forward.row_attention import mask_at
 from kvboost_rag.forward.row_forward import attention_implementation
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 from kvboost_rag.models.packed_cache import PackedCache
@@ -38,11 +39,7 @@ def packed_mask(
     batch_size: int, kv_length: int, mask_function: Any, device: torch.device, kv_offset: int = 0, **_: Any
 ) -> torch.Tensor:
     """The model's own mask rule at each request's position: bool `[1, 1, num_requests, longest kv_len]`."""
-    rows = _active().positions.to(device)[:, None]
-    columns = torch.arange(kv_offset, kv_offset + int(kv_length), device=device)[None]
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    mask: torch.Tensor = mask_function(zero, zero, rows, columns)
-    return mask.expand(len(rows), int(kv_length))[None, None]
+    return mask_at(_active().positions, kv_length, mask_function, device, kv_offset)
 
 
 def packed_attention(

@@ -59,15 +59,22 @@ def _active() -> ActiveRows:
     return active
 
 
+def mask_at(
+    positions: torch.Tensor, kv_length: int, mask_function: Any, device: torch.device, kv_offset: int
+) -> torch.Tensor:
+    """The model's own mask rule at the positions of queries: bool `[1, 1, num_rows, kv_len]`."""
+    rows = positions.to(device)[:, None]
+    columns = torch.arange(kv_offset, kv_offset + int(kv_length), device=device)[None]
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    mask: torch.Tensor = mask_function(zero, zero, rows, columns)
+    return mask.expand(len(rows), int(kv_length))[None, None]
+
+
 def row_mask(
     batch_size: int, kv_length: int, mask_function: Any, device: torch.device, kv_offset: int = 0, **_: Any
 ) -> torch.Tensor:
     """The model's own mask rule at the rows of the pass: bool `[1, 1, num_rows, kv_len]`."""
-    rows = _active().rows.to(device)[:, None]
-    columns = torch.arange(kv_offset, kv_offset + int(kv_length), device=device)[None]
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    mask: torch.Tensor = mask_function(zero, zero, rows, columns)
-    return mask.expand(len(rows), int(kv_length))[None, None].expand(batch_size, -1, -1, -1)
+    return mask_at(_active().rows, kv_length, mask_function, device, kv_offset).expand(batch_size, -1, -1, -1)
 
 
 @torch.compiler.disable  # compiled loops are given addresses, which a tracer cannot follow
