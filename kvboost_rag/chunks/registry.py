@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from kvboost_rag.chunks.identity import ChunkIdentity
@@ -12,7 +13,7 @@ from kvboost_rag.encode.encoder import ChunkJob
 from kvboost_rag.kv.keys import content_hash, encoding_contexts, record_context_hash
 from kvboost_rag.prompt.segments import KnownTexts, canonical_text, split_prompt
 from kvboost_rag.prompt.tokens import PromptTokens
-from kvboost_rag.stores import maintenance
+from kvboost_rag.stores import StoreError, maintenance
 from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.catalog.catalog import CatalogVersion
 
@@ -76,8 +77,11 @@ class ChunkRegistry:
         """Ids of a text as it is continued in a prompt: those of the tokenizer, but for documents that spell out
         control tokens.
         """
-        spans = split_prompt(text, self.known_texts(namespace)) if text else ()
-        return self.tokens.prompt_ids(spans, rendered=True)[0]
+        try:
+            known = self.known_texts(namespace)
+        except (OSError, StoreError):  # counting must not fail because the catalog cannot be read
+            known = KnownTexts()
+        return self.tokens.prompt_ids(split_prompt(text, known) if text else (), rendered=True)[0]
 
     def own(self, record: ChunkRecord) -> ChunkRecord:
         """The chunk of this model with a relative's text: behind the same chunks, and of the same sources."""
@@ -123,7 +127,8 @@ class ChunkRegistry:
         catalog = self.store.catalog
         known = catalog.get(record.content_hash)
         if known is None and record.content_hash in catalog.erasures:  # deleted, but here it is again
-            catalog.erasures.lift(record.content_hash)
+            with suppress(StoreError):  # until it can be written, the KV is not kept
+                catalog.erasures.lift(record.content_hash)
         return known or record
 
     def keys_of(self, text: str, namespace: str) -> list[str]:

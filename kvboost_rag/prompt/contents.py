@@ -36,7 +36,7 @@ def locate_contents(
     kept = {name: value for name, value in options.items() if name == "chat_template"}
     try:
         skeleton = render(marked, **marks.put(options, MIN_OPTION_CHARS) | kept)
-    except (TypeError, ValueError):
+    except Exception:  # the prompt itself could be rendered: whatever a template makes of marks is no fault of it
         return None
     return marks.places(rendered, skeleton)
 
@@ -68,13 +68,16 @@ class _Marks:
         head, *parts = re.split(f"{self._name}([0-9]+)E", skeleton)
         if not rendered.startswith(head):
             return None
-        found, at = [], len(head)
+        found: list[tuple[int, int]] = []
+        at = len(head)
         for number, between in zip(parts[::2], parts[1::2], strict=True):
             forms = _forms(self._texts[int(number)])
             form = next((form for form in forms if rendered.startswith(form + between, at)), None)
             if form is None:
                 return None
-            found.append((at, at + len(form)))
+            # Blocks of one message follow each other with nothing between.
+            start = found.pop()[0] if found and found[-1][1] == at else at
+            found.append((start, at + len(form)))
             at += len(form) + len(between)
         return found if at == len(rendered) else None
 

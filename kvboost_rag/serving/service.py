@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvboost_rag.chunks.lookup import STORE_FAULTS, locate_without_store
 from kvboost_rag.datamodels import GenerationResult, StreamEvent
 from kvboost_rag.models.profile import ProfileNotice
 from kvboost_rag.models.ranks import Ranks
@@ -58,7 +59,12 @@ class Service:
 
     def token_ids(self, request: Request) -> tuple[int, ...]:
         """As `KVBoost.token_ids`."""
-        return token_ids(self.variants.resting.registry, request)
+        registry = self.variants.resting.registry
+        try:
+            return token_ids(registry, request)
+        except STORE_FAULTS:
+            asked = request.prompt, request.documents, request.template
+            return locate_without_store(registry.tokens, *asked).token_ids
 
     def _serve(self, request: Request, emit: Callable[[StreamEvent], None], cancelled: threading.Event) -> None:
         """One request, in the worker, and what others learn from it."""

@@ -125,6 +125,30 @@ def test_a_template_that_changes_contents_is_searched_as_a_whole(tokens_of, monk
     assert [rendered[start:end] for start, end in found] == [document]
 
 
+def test_contents_in_blocks_are_one_content(tokens_of):
+    each = tokens_of("byte_bpe")
+    blocks = [{"type": "text", "text": "Who kept the lighthouse "}, {"type": "text", "text": "in 1890?"}]
+    messages = [{"role": "user", "content": blocks}, {"role": "assistant", "content": None}]
+    rendered = each.render(messages[:1])
+    assert locate_contents(rendered, messages[:1], {}, each.render) is not None
+    for text in ("Who kept the lighthouse", "kept the lighthouse in 1890"):
+        found, _ = matched(each, messages[:1], [text, "user"])
+        assert [rendered[start:end] for start, end in found] == [text]
+
+
+def test_a_template_that_trips_over_marks_is_searched_as_a_whole(tokens_of, monkeypatch):
+    each = tokens_of("byte_bpe")
+    monkeypatch.setattr(each.tokenizer, "chat_template", "{{ [0, 1][messages[0]['content'] | int] }}" + CHATML)
+    messages = [{"role": "user", "content": "1"}]
+    rendered = each.render(messages)
+
+    def trips(conversation, **options):
+        return str([0, 1][int(conversation[0]["content"].removeprefix("KVBOOST")[0])])
+
+    assert locate_contents(rendered, messages, {}, trips) is None
+    assert matched(each, messages, ["user"])[0] != []
+
+
 def test_a_content_that_holds_the_mark_itself(tokens_of):
     each = tokens_of("byte_bpe")
     messages = conversation("KVBOOSTCONTENT0E", "KVBOOSTCONTENT1E KVBOOSTCONTENTX0E", "user")
