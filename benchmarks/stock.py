@@ -2,9 +2,9 @@
 
 usage: python benchmarks/stock.py FILE.json [--model bundled:smollm2] [--cases 20] [--documents 4] [--answer-tokens 16]
 
-FILE is a question file as for `benchmarks/quality.py`. Every other prompt goes through the chat template, the others
-are plain text. Compared in float32: ids with `tokenizer(text)`, every logit along the stock answer with
-`model.forward`, the greedy answer with `model.generate`. Exit status 1 if anything differs.
+FILE is a question file as for `benchmarks/quality.py`. Every other prompt goes through the chat template (of models
+that have one), the others are plain text. Compared in float32: ids with `tokenizer(text)`, every logit along the stock
+answer with `model.forward`, the greedy answer with `model.generate`. Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def main() -> None:
         for number, question in enumerate(read_questions(args.file)[: args.cases]):
             asked = replace(question, documents=question.documents[: args.documents], support=())
             messages = asked.messages()
-            prompt = messages if number % 2 == 0 else "\n\n".join(message["content"] for message in messages)
+            text = "\n\n".join(message["content"] for message in messages)
+            prompt = messages if number % 2 == 0 and engine.tokenizer.chat_template else text
             for found in compare(engine, prompt, list(asked.documents), args.answer_tokens):
                 failures += not found.holds
                 num_compared += 1
