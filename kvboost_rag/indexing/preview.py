@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvboost_rag.datamodels import GIVEN
 from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.prompt.segments import canonical_text
 from kvboost_rag.prompt.tokens import PromptTokens
@@ -69,6 +70,12 @@ def preview_sources(
         unchanged=unchanged,
         gone=tuple(gone),
         num_tokens={text: len(ids) for text, ids in ids_of.items()},
-        to_encode=tuple(text for text, key in keys.items() if store is None or key not in store),
+        to_encode=tuple(text for text, key in keys.items() if store is None or not _is_indexed(store, key)),
         to_forget=tuple(links.only_of(lost)) if links is not None else (),
     )
+
+
+def _is_indexed(store: Store, key: str) -> bool:
+    """Whether the chunk's KV is stored, and not only since it was given with a call."""
+    info = store.info(key)
+    return info is not None and GIVEN not in info.meta
