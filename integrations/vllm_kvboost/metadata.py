@@ -15,7 +15,7 @@ class Load:
 
     Attributes:
         token_ids: the prompt's ids up to `end`.
-        runs: of known chunks, ascending; what lies between them is computed.
+        runs: of known chunks, ascending; what lies between them is computed by the worker.
         block_ids: of the request, from its first position on.
     """
 
@@ -27,11 +27,9 @@ class Load:
     end: int
     block_ids: tuple[int, ...]
 
-    @property
-    def gaps(self) -> list[int]:
-        """Positions before `end` that no run covers, ascending."""
-        covered = {i for run in self.runs for i in range(run.start, run.end)}
-        return [i for i in range(self.end) if i not in covered]
+    def blocks(self, block_size: int) -> set[int]:
+        """Those that are left without KV where the load fails."""
+        return set(self.block_ids[self.start // block_size : -(-self.end // block_size)])
 
 
 @dataclass

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_rag.datamodels import ChunkKV
 from kvboost_rag.forward.probe import probe
 from kvboost_rag.forward.row_forward import RowPlan, observe_rows
 from kvboost_rag.kv.assemble import PlacedChunk, assemble
 from kvboost_rag.kv.buffer import BufferPool, KVBuffer, KVLayout
-from kvboost_rag.kv.realign import PositionTables
+from kvboost_rag.kv.realign import PositionTables, position_free
 from kvboost_rag.models.fingerprint import model_fingerprint
 from kvboost_rag.models.load import load_model
 from kvboost_rag.models.unwrap import input_device
@@ -45,9 +46,16 @@ class Reference:
     def place(self, buffer: KVBuffer, chunks: list[PlacedChunk]) -> None:
         """Write chunks to their positions in a buffer, keys rotated."""
         end = max((c.start + c.kv.seq_len for c in chunks), default=0)
+        assemble(buffer, chunks, self._positions(end))
+
+    def take(self, buffer: KVBuffer, start: int, end: int) -> ChunkKV:
+        """A copy of `[start, end)`, keys position-free."""
+        return position_free(buffer.read(start, end), self.layout, start, self._positions(end))
+
+    def _positions(self, end: int) -> PositionTables:
         if self._tables is None or self._tables.num_positions < end:
             self._tables = PositionTables.of(self.layout, end)
-        assemble(buffer, chunks, self._tables)
+        return self._tables
 
     def compute(self, buffer: KVBuffer, token_ids: tuple[int, ...], rows: list[int]) -> None:
         """Compute rows (positions, ascending) with everything before them in the buffer visible."""

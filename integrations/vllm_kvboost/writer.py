@@ -13,11 +13,15 @@ from kvboost_rag.datamodels import ChunkKV, StoreEntry
 from kvboost_rag.kv import quantization
 from kvboost_rag.kv.assemble import PlacedChunk
 from kvboost_rag.kv.buffer import KVBuffer
+from vllm_kvboost.heads import PromptHeads
 from vllm_kvboost.metadata import Load
 from vllm_kvboost.reference import Reference
 from vllm_kvboost.source import ChunkSource
 
 logger = logging.getLogger(__name__)
+
+HEAD_BYTES = 64 << 20
+"""Kept KV of prompts' heads."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +43,26 @@ class Heads:
 class Writer:
     """Writes loads into the caches of one rank's attention layers.
 
-    What lies between the chunks (the head of the prompt, separators, titles) and the ids at their edges that the
-    tokenizer merged otherwise has no stored KV: it is computed here, in one forward over those rows with the assembled
-    prompt visible, as the engine does for text between documents. vLLM itself computes what is behind the last chunk.
+    What lies between the chunks (separators, titles) and the ids at their edges that the tokenizer merged otherwise has
+    no stored KV: it is computed here, in one forward over those rows with the assembled prompt visible, as the engine
+    does for text between documents. The prompt's head is computed once for all prompts that begin alike. vLLM itself
+    computes what is behind the last chunk.
     """
 
     def __init__(self, source: ChunkSource, reference: Reference, block_size: int, rank: tuple[int, int]) -> None:
-        self._source, self._reference, self._block_size = source, reference, block_size
+        self._source, self._reference, self.block_size = source, reference, block_size
         self._rank = rank
+        self.heads = PromptHeads(reference, HEAD_BYTES)
 
     @torch.inference_mode()
-    def load(self, load: Load, layers: Mapping[int, Any]) -> None:
+    def load(self, load: Load, layers: Mapping[int, Any]) -> int:
         """Write one load into the layers' caches.
 
         Args:
             layers: vLLM's attention layers by decoder layer index.
+
+        Returns:
+            Number of tokens between chunks that had to be computed.
 
         Raises:
             KeyError: a chunk is not in the store any more.
@@ -62,26 +71,38 @@ class Writer:
         entries = self._source.entries(run.key for run in load.runs)
         buffer = self._reference.buffers.take(load.end)
         try:
-            self.assemble(load, entries, buffer)
+            num_computed = self.assemble(load, entries, buffer)
             for index, layer in layers.items():
                 self._write(load, buffer, index, layer)
         finally:
             self._reference.buffers.give_back(buffer)
+        return num_computed
 
     @torch.inference_mode()
-    def assemble(self, load: Load, entries: Mapping[str, StoreEntry], buffer: KVBuffer) -> None:
-        """Fill `[load.start, load.end)` of the buffer, and before it what the gaps in there can see."""
-        gaps = load.gaps
-        visible_from = 0 if any(position >= load.start for position in gaps) else load.start
-        chunks = []
+    def assemble(self, load: Load, entries: Mapping[str, StoreEntry], buffer: KVBuffer) -> int:
+        """Fill `[load.start, load.end)` of the buffer, and before it what gaps in there can see.
+
+        Returns:
+            Number of tokens that were computed.
+        """
+        computed_before = self.heads.num_computed
+        head = load.runs[0].start if load.runs else load.end
+        covered = {i for run in load.runs for i in range(run.start, run.end)}
+        rows = [i for i in range(head, load.end) if i not in covered]
+        visible_from = 0 if rows and rows[-1] >= load.start else load.start
+        placed = []
+        if head > visible_from:
+            placed.append(PlacedChunk(self.heads.get(load.token_ids[:head]), 0))
         for run in load.runs:
             length = min(run.end, load.end) - run.start
             if run.end > visible_from and length > 0:
                 kv = quantization.decode(entries[run.key].tensors, entries[run.key].meta)
-                chunks.append(PlacedChunk(_span(kv, run.chunk_start, run.chunk_start + length), run.start))
-        self._reference.place(buffer, chunks)
-        if visible_from == 0 and gaps:
-            self._reference.compute(buffer, load.token_ids, gaps)
+                placed.append(PlacedChunk(_span(kv, run.chunk_start, run.chunk_start + length), run.start))
+        self._reference.place(buffer, placed)
+        if not (rows and visible_from == 0):
+            return self.heads.num_computed - computed_before
+        self._reference.compute(buffer, load.token_ids, rows)
+        return self.heads.num_computed - computed_before + len(rows)
 
     def _write(self, load: Load, buffer: KVBuffer, index: int, layer: Any) -> None:
         """One layer's `[load.start, load.end)`, by the method with which its backend writes what it computes itself.
@@ -105,12 +126,7 @@ class Writer:
         """Where each position lies in the paged cache, int64 `[num_tokens]`."""
         positions = torch.arange(load.start, load.end)
         blocks = torch.tensor(load.block_ids, dtype=torch.int64)
-        return blocks[positions // self._block_size] * self._block_size + positions % self._block_size
-
-    def blocks_of(self, load: Load) -> set[int]:
-        """Blocks that a failed load leaves without KV."""
-        first, last = load.start // self._block_size, -(-load.end // self._block_size)
-        return set(load.block_ids[first:last])
+        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
 
 def _span(kv: ChunkKV, start: int, end: int) -> ChunkKV:

@@ -36,8 +36,8 @@ def test_documents_behind_a_prefix_that_vllm_never_saw_are_loaded(server: Any) -
     assert reordered.told["chunk_tokens"] == documents
 
 
-def test_what_is_loaded_is_what_the_engine_assembles(server: Any, warmed: Any) -> None:
-    """The same rows over the same assembled prompt: the engine's `none` on the same ids, to rounding."""
+def test_what_is_loaded_is_what_the_writer_assembles(server: Any, warmed: Any) -> None:
+    """The same rows over the same assembled prompt, by transformers, to rounding."""
     from kvboost_rag.forward.row_forward import RowPlan, row_forward
     from vllm_kvboost.metadata import Load
     from vllm_kvboost.reference import open_reference

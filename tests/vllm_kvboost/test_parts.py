@@ -103,8 +103,7 @@ def test_what_failed_is_said_for_every_rank() -> None:
     assert isinstance(both, Failures)
     assert both.request_ids == {"a", "b"}
     load = Load("r", "", tuple(range(100)), (TokenRun("k", 0, 5, 60),), 20, 65, tuple(range(40, 50)))
-    assert load.gaps == [0, 1, 2, 3, 4]
-    assert Writer(None, None, 10, (0, 1)).blocks_of(load) == {42, 43, 44, 45, 46}  # type: ignore[arg-type]
+    assert load.blocks(10) == {42, 43, 44, 45, 46}
 
 
 def config(**changes: Any) -> Any:

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.vllm_kvboost.server_process import START_S, environment, running_server
+
 ENGINE = Path(__file__).with_name("one_engine.py")
-START_S = 240
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "KVBOOST_NAMESPACE": "",
-    }
 
 
 def prompt_of(documents: list[list[int]]) -> list[int]:
@@ -52,50 +38,6 @@ def test_two_ranks_answer_as_one(vllm_model: str, warmed: Any) -> None:
     full, blend = answers[1]
     assert full["cached"] == 0
     assert blend["cached"] == len(ids) - 9
-
-
-@contextmanager
-def running_server(model: str, store: Path, log: Path) -> Iterator[str]:
-    """`vllm serve` with the connector and the middleware; its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    transfer = {
-        "kv_connector": "KVBoostConnector",
-        "kv_connector_module_path": "vllm_kvboost",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": str(store)},
-    }
-    # The command `vllm` looks for a distribution of that name, which the CPU build does not have.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "4096"]
-    command += ["--enforce-eager", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
-    command += ["--middleware", "vllm_kvboost.BlendByDefault"]
-    with log.open("w") as file:
-        process = subprocess.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + START_S
-        while not _answers(f"{address}/health"):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < until, log.read_text()[-3000:]
-            time.sleep(0.5)
-        yield address
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def test_a_server_its_clients_and_its_restart(vllm_model: str, warmed: Any, texts: list[str], tmp_path: Path) -> None:
