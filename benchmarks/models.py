@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import transformers
+from kvbench import compressed
 from kvbench.machine import this_machine
 from kvbench.tiny import tiny_tokenizer
 from kvbench.tiny_models import NotBuilt, architectures, tiny_model
@@ -111,12 +112,24 @@ def varied_rows(names: list[str]) -> Iterator[Row]:
             tiny_model(name).save_pretrained(folder)
             for label, config in quantisations():
                 yield asked(Row(name, quantisation=label), folder, quantization_config=config)
+            for scheme in compressed.SCHEMES if compressed.installed() else ():
+                yield compressed_row(name, scheme, Path(folder))
             if find_spec("accelerate"):
                 offload = {"offload_folder": f"{folder}/offload", "offload_buffers": True}
                 row = Row(name, wrapper="disk offload")
                 yield asked(row, folder, device_map={"": "disk"}, weights=offload)
         for label, wrap in wrappers():
             yield asked(Row(name, wrapper=label), wrap(tiny_model(name)))
+
+
+def compressed_row(name: str, scheme: str, folder: Path) -> Row:
+    """A checkpoint of compressed-tensors."""
+    row = Row(name, quantisation=f"compressed-tensors {scheme}")
+    try:
+        made = compressed.compress(tiny_model(name), scheme, folder / scheme)
+    except Exception as error:  # layers too small for a group, or of a kind the library does not know
+        return replace(row, outcome=f"not built: {line(error)}")
+    return asked(row, str(made))
 
 
 def quantisations() -> Iterator[tuple[str, Any]]:
@@ -131,6 +144,8 @@ def quantisations() -> Iterator[tuple[str, Any]]:
         for kind in ("fp4", "nf4"):
             config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
             yield f"bitsandbytes 4 bit {kind}", config
+    if find_spec("optimum") and find_spec("optimum.quanto"):
+        yield "optimum-quanto int8", transformers.QuantoConfig(weights="int8")
 
 
 def wrappers() -> Iterator[tuple[str, Callable[[Any], Any]]]:
