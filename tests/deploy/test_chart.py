@@ -243,7 +243,7 @@ def test_every_option_of_the_server_can_be_reached_and_is_one():
     """And the server takes what the chart gives it."""
     from kvboost_rag.cli.serve import serve
 
-    everything = "server.modelName=m,server.dtype=float32,server.device=cpu,server.memoryBudget=1GB"
+    everything = "server.modelName=m,server.adapters.law=/data/law,server.dtype=float32,server.device=cpu,server.memoryBudget=1GB"
     args = containers(of_kind(objects(*KEYS, "--set", everything), "Deployment")[0])[0]["args"][1:]
     open_to_all = containers(of_kind(objects("--set", "auth.allowNoKey=true"), "Deployment")[0])[0]["args"][1:]
     given = {a.split("=")[0].removeprefix("--").removeprefix("no-") for a in (*args, *open_to_all)}

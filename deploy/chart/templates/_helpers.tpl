@@ -62,6 +62,9 @@ spec:
         {{- with $s.modelName }}
         - --model-name={{ . }}
         {{- end }}
+        {{- range $adapter, $folder := $s.adapters }}
+        - --adapter={{ $adapter }}={{ $folder }}
+        {{- end }}
         - {{ ternary "--enabled" "--no-enabled" $s.enabled }}
         - --max-requests={{ int $s.maxRequests }}
         - --deadline={{ $s.deadlineSeconds }}
