@@ -243,8 +243,10 @@ def test_every_option_of_the_server_can_be_reached_and_is_one():
     """And the server takes what the chart gives it."""
     from kvboost_rag.cli.serve import serve
 
-    everything = "server.modelName=m,server.adapters.law=/data/law,server.dtype=float32,server.device=cpu,server.memoryBudget=1GB"
-    args = containers(of_kind(objects(*KEYS, "--set", everything), "Deployment")[0])[0]["args"][1:]
+    everything = "server.modelName=m,server.dtype=float32,server.device=cpu,server.memoryBudget=1GB"
+    adapters = "server.adapters.law=/data/law"
+    args = containers(of_kind(objects(*KEYS, "--set", f"{everything},{adapters}"), "Deployment")[0])[0]["args"][1:]
+    assert "--adapter=law=/data/law" in args
     open_to_all = containers(of_kind(objects("--set", "auth.allowNoKey=true"), "Deployment")[0])[0]["args"][1:]
     given = {a.split("=")[0].removeprefix("--").removeprefix("no-") for a in (*args, *open_to_all)}
     assert given == {name.replace("_", "-") for name in inspect.signature(serve).parameters}
