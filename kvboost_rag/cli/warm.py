@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +14,14 @@ from kvboost_rag.cli.console import bytes_text, console, seconds_text
 
 if TYPE_CHECKING:
     from kvboost_rag.cli.indexing import ChunkPlan, IndexReport
+    from kvboost_rag.cli.jobs import JobState
     from kvboost_rag.cli.model_choice import ModelChoice
     from kvboost_rag.cli.options import StoreChoice
     from kvboost_rag.config import EncodingConfig
+    from kvboost_rag.datamodels import ChunkRecord, WarmReport
     from kvboost_rag.engine import KVBoost
     from kvboost_rag.indexing.corpus import Corpus
+    from kvboost_rag.indexing.ray import ActorPool
 
 
 def warm(
@@ -35,6 +39,19 @@ def warm(
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Processes, each with its own model; with GPUs one on each.")
     ] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Encode in --jobs actors of a Ray cluster: its address, auto, or local for a new one.",
+        ),
+    ] = None,
+    actor_gpus: Annotated[
+        float, typer.Option(min=0, callback=options.finite, help="With --ray: GPUs of an actor; 0.5 puts two on one.")
+    ] = 0.0,
+    actor_cpus: Annotated[
+        float, typer.Option(min=0, callback=options.finite, help="With --ray: CPUs of an actor.")
+    ] = 1.0,
     shard: Annotated[
         str | None,
         typer.Option(help="Encode only part I of N, such as 0/8: for machines with the same files and a shared store."),
@@ -65,7 +82,7 @@ def warm(
     from kvboost_rag.indexing.corpus import read_paths
 
     FixedChunker(len, chunk_tokens)  # refuses a size that does not exist, before a model is loaded
-    part = _shard(shard, jobs > 1 or watch)
+    part = _shard(shard, jobs > 1 or watch or ray is not None)
     chosen = options.StoreChoice.of(store, memory_budget, disk_budget)
     folders = FolderWatch(paths)  # before reading, so that no change is missed in between
     corpus = read_paths(paths)
@@ -78,10 +95,14 @@ def warm(
     if part is not None:
         _one_shard(job, corpus, paths, *part)
         return
-    if jobs > 1:
+    if ray is not None:
+        from kvboost_rag.indexing.ray import ActorPool
+
+        _on_ray(job, corpus, paths, ActorPool(jobs, actor_gpus, actor_cpus, ray))
+    elif jobs > 1:
         _in_processes(job, corpus, paths, jobs)
-        if not watch:
-            return
+    if not watch and (ray is not None or jobs > 1):
+        return
     _here(job, corpus, paths, folders if watch else None, interval)
 
 
@@ -135,7 +156,7 @@ def _shard(text: str | None, with_others: bool) -> tuple[int, int] | None:
     if text is None:
         return None
     if with_others:
-        raise ConfigError("--shard goes with neither --jobs nor --watch: start one process for each shard")
+        raise ConfigError("--shard goes with neither --jobs, --ray nor --watch: start one process for each shard")
     index, _, number = text.partition("/")
     if not (index.isdecimal() and number.isdecimal() and int(index) < int(number)):
         raise ConfigError(f"--shard {text!r}: expected I/N with I from 0 to N - 1, such as 0/8")
@@ -162,34 +183,60 @@ def _one_shard(job: WarmJob, corpus: Corpus, paths: list[Path], index: int, numb
 
 
 def _in_processes(job: WarmJob, corpus: Corpus, paths: list[Path], num_jobs: int) -> None:
-    """Contexts are chosen here, with a model of which only tokenizer and fingerprint are needed; then it is let go."""
-    from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources
     from kvboost_rag.cli.jobs import encode_in_processes, jobs_bar, worker_specs
-    from kvboost_rag.cli.session import open_engine
     from kvboost_rag.indexing.warm import forwards
+
+    report, missing = _made_known(job, corpus, paths)
+    specs = worker_specs(job.model, job.store, job.namespace, job.encoding, num_jobs)
+    units = [tuple(record.content_hash for record in group) for group in forwards(missing)]
+    with jobs_bar() as show:
+        state = encode_in_processes(specs, units, show)
+    _print(_with_encoded(report, len(missing), state))
+
+
+def _on_ray(job: WarmJob, corpus: Corpus, paths: list[Path], pool: ActorPool) -> None:
+    from kvboost_rag.cli.indexing import encoding_bar
+    from kvboost_rag.cli.session import open_engine
+    from kvboost_rag.indexing.ray import connected, encode_on_ray
+
+    with connected(pool):  # before the model: a cluster that cannot be reached shows at once
+        report, missing = _made_known(job, corpus, paths)
+        opening = partial(open_engine, job.model, job.store, job.namespace, encoding=job.encoding)
+        with encoding_bar() as show:
+            done = encode_on_ray(opening, missing, pool, show)
+    _print(_with_encoded(report, len(missing), done))
+
+
+def _made_known(job: WarmJob, corpus: Corpus, paths: list[Path]) -> tuple[IndexReport, list[ChunkRecord]]:
+    """Contexts are chosen here, with a model of which only tokenizer and fingerprint are needed; then it is let go.
+
+    Returns:
+        What indexing did, and the chunks that are left to be encoded.
+    """
+    from kvboost_rag.cli.indexing import empty_sources, gone_of, index_sources
+    from kvboost_rag.cli.session import open_engine
 
     with open_engine(job.model, job.store, job.namespace, job.metrics_port, job.encoding) as engine:
         _refuse_unusable(engine)
         gone = gone_of(engine.index.sources(), [t.source for t in corpus.texts], empty_sources(corpus), _folders(paths))
         report = index_sources(engine, corpus.texts, replace(job.plan, encode=False), gone)
-        keys = list(dict.fromkeys(report.warm.content_hashes))
-        known = engine.store.catalog.get_many(key for key in keys if key not in engine.store)
-        units = [tuple(record.content_hash for record in group) for group in forwards(list(known.values()))]
-    del engine
-    specs = worker_specs(job.model, job.store, job.namespace, job.encoding, num_jobs)
-    with jobs_bar() as show:
-        state = encode_in_processes(specs, units, show)
-    done = replace(
+        keys = dict.fromkeys(report.warm.content_hashes)
+        return report, list(engine.store.catalog.get_many(key for key in keys if key not in engine.store).values())
+
+
+def _with_encoded(report: IndexReport, num_missing: int, done: JobState | WarmReport) -> IndexReport:
+    """With what others encoded of the chunks that were missing."""
+    warm = replace(
         report.warm,
-        num_encoded=state.num_encoded,
-        num_already_stored=len(keys) - len(known) + state.num_already_stored,
-        num_failed=state.num_failed,
-        encoded_tokens=state.encoded_tokens,
-        encoded_chunk_tokens=state.encoded_chunk_tokens,
-        num_bytes=state.num_bytes,
-        seconds=state.seconds,
+        num_encoded=done.num_encoded,
+        num_already_stored=report.warm.num_chunks - num_missing + done.num_already_stored,
+        num_failed=done.num_failed,
+        encoded_tokens=done.encoded_tokens,
+        encoded_chunk_tokens=done.encoded_chunk_tokens,
+        num_bytes=done.num_bytes,
+        seconds=done.seconds,
     )
-    _print(replace(report, warm=done))
+    return replace(report, warm=warm)
 
 
 def _folders(paths: list[Path]) -> list[Path]:
