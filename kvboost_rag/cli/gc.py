@@ -16,15 +16,16 @@ def gc(store: options.Store = None) -> None:
     from kvboost_rag.stores.verify import gc as mend
 
     disk = options.open_disk(store)
+    whole = options.with_shared(disk)
     try:
         before = sum(disk.bytes_held.values())
         with progress_bar("{task.completed}/{task.total} files") as bar:
             task = bar.add_task("reading", total=None)
-            done = mend(disk, lambda count, total: bar.update(task, completed=count, total=total))
+            done = mend(whole, lambda count, total: bar.update(task, completed=count, total=total))
         after = sum(disk.bytes_held.values())
         console.print(f"store      {disk.folder.root}", highlight=False)
     finally:
-        disk.close()
+        whole.close()
     steps = [f"{count:,} {what} removed" for what, count in sorted(done.removed.items())]
     steps += [f"{done.entered:,} files entered"] if done.entered else []
     steps += [f"{done.rows_dropped:,} rows of vanished files dropped"] if done.rows_dropped else []

@@ -14,7 +14,7 @@ from kvboost_rag.cli import options
 from kvboost_rag.cli.console import bytes_text, console, seconds_text
 
 if TYPE_CHECKING:
-    from kvboost_rag.stores import Catalog, EntryInfo
+    from kvboost_rag.stores import Catalog, EntryInfo, Store
 
 
 def inspect(
@@ -26,10 +26,12 @@ def inspect(
     Example: kvboost-rag inspect --store ~/kv --sources
     """
     disk = options.open_disk(store)
+    whole = options.with_shared(disk)
     try:
         entries = list(disk.entries())
         console.print(f"store      {disk.folder.root}", highlight=False)
         console.print(f"disk       {bytes_text(sum(disk.bytes_held.values()))}", highlight=False)
+        print_shared(whole)
         if not entries and not len(disk.catalog):
             console.print("It is empty.")
             return
@@ -37,7 +39,23 @@ def inspect(
         if sources:
             console.print(source_table(disk.catalog))
     finally:
-        disk.close()
+        whole.close()
+
+
+def print_shared(store: Store) -> None:
+    """What machines share, if they do; that it cannot be reached is no reason to show nothing else."""
+    from kvboost_rag.stores import StoreError
+    from kvboost_rag.stores.verify import shared_of
+
+    remote = shared_of(store)
+    if remote is None:
+        return
+    try:
+        held = list(remote.entries())
+        what = f"{bytes_text(sum(info.num_bytes for info in held))} in {len(held):,} entries"
+    except StoreError as error:
+        what = str(error)
+    console.print(f"shared     {what}", highlight=False)
 
 
 def entry_table(entries: Iterable[EntryInfo], catalog: Catalog) -> Table:

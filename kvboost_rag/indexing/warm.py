@@ -96,6 +96,7 @@ def register_documents(
     if neighbours is not None and len(neighbours) != len(documents):
         raise ValueError(f"neighbours are given for {len(neighbours)} of {len(documents)} documents")
     described = [_describe(registry, text, f"documents[{i}]", namespace) for i, text in enumerate(documents)]
+    registry.store.refresh()  # or what others deleted before would take along what is made known now
     if neighbours is None:
         return registry.store.catalog.add_many(described)
     behind = [

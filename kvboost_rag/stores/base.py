@@ -7,10 +7,10 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvboost_rag.datamodels import EntryCheck, StoreEntry
+from kvboost_rag.datamodels import ChunkRecord, EntryCheck, StoreEntry
 from kvboost_rag.stores.catalog.catalog import Catalog
 from kvboost_rag.stores.catalog.database import StoreError
 
@@ -205,6 +205,27 @@ class Store(ABC):
 
     def free_room(self, keys: Iterable[str]) -> None:  # noqa: B027 - nothing to free in memory
         """On a full disk: make room for the catalog to note a deletion, by dropping the payloads that are to go."""
+
+    def announce(self, keys: Sequence[str], namespaces: Sequence[str] = ()) -> None:  # noqa: B027 - nobody to tell
+        """Tell the machines that share this store that chunks, or whole namespaces, are about to be deleted here.
+
+        Raises:
+            StoreError: they cannot be told.
+        """
+
+    def refresh(self) -> None:  # noqa: B027 - nobody to ask
+        """Carry out what machines that share this store have deleted. Never raises."""
+
+    def agree(self, records: Sequence[ChunkRecord]) -> tuple[list[ChunkRecord], dict[str, tuple[int, ...]]]:
+        """The records with the contexts that all machines use which share this store: the first to choose decides.
+
+        Returns:
+            The records, and the token ids of neighbours that were adopted with them.
+        """
+        return list(records), {}
+
+    def belong_to(self, whole: Store) -> None:  # noqa: B027 - of no interest to most
+        """Say which store this is a tier of: deletions have to reach all of it."""
 
     def close(self) -> None:
         """Flush and release files and threads. The store cannot be used afterwards. In a forked child: does nothing."""

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from kvboost_rag.datamodels import ChunkRecord
 from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.catalog.database import StoreFullError
+from kvboost_rag.stores.catalog.erasures import digest_of
+
+DELETED = "deleted"
+DELETED_ELSEWHERE = "deleted elsewhere"
+REPLACED = "replaced"
 
 
 @dataclass(frozen=True)
@@ -50,17 +55,48 @@ def forget(
     Raises:
         StoreError: a file cannot be removed, or the catalog cannot be written to.
     """
+    wanted = list(dict.fromkeys(content_hashes))
+    store.announce(wanted)
+    return _forget(store, wanted, list(sources), namespaces)
+
+
+def _forget(
+    store: Store,
+    wanted: Sequence[str],
+    sources: Sequence[tuple[str, str]] = (),
+    touched: Iterable[str] = (),
+    reason: str = DELETED,
+) -> Removed:
     catalog = store.catalog
-    wanted, sources = list(dict.fromkeys(content_hashes)), list(sources)
     known = catalog.get_many(wanted)
-    blocks = _unknown(store, {*namespaces, *(record.namespace for record in known.values())})
+    blocks = _unknown(store, {*touched, *(record.namespace for record in known.values())})
     entries = [*blocks, *(key for key in wanted if key in store)]
 
     def note() -> tuple[str, ...]:
         return catalog.forget(wanted, sources, entries)
 
     dependents = _with_room(store, [*wanted, *blocks], note)
-    return Removed(len(known), len(dependents), finish_erasures(store))
+    removed = Removed(len(known), len(dependents), finish_erasures(store, reason))
+    set_contexts(store, catalog.get_many(dependents).values())  # the other machines are to give them the same ones
+    return removed
+
+
+def carry_out(store: Store, digests: Container[str], touched: Sequence[str], whole: Sequence[str]) -> Removed:
+    """Delete here what another machine deleted; what is shared it has deleted itself.
+
+    Args:
+        digests: of the chunks' content hashes.
+        touched: namespaces whose exact blocks may hold tokens of these chunks.
+        whole: namespaces deleted as a whole.
+
+    Raises:
+        StoreError: as `forget`.
+    """
+    finish_erasures(store)
+    removed = _delete_namespaces(store, whole, DELETED_ELSEWHERE) if whole else Removed()
+    catalog = store.catalog
+    here = [key for key in (*catalog.hashes(), *catalog.elsewhere()) if digest_of(key) in digests]
+    return _forget(store, here, (), touched, DELETED_ELSEWHERE) if here or touched else removed
 
 
 def delete_source(store: Store, namespace: str, source_id: str) -> Removed:
@@ -103,6 +139,7 @@ def delete_namespace(store: Store, namespace: str) -> Removed:
     Raises:
         StoreError: as `forget`.
     """
+    store.announce((), [namespace])
     return _delete_namespaces(store, [namespace])
 
 
@@ -114,25 +151,35 @@ def evict_all(store: Store) -> Removed:
     """
     catalog = store.catalog
     held = {info.namespace for info in store.entries()}
-    return _delete_namespaces(store, sorted({*catalog.namespaces(), *held}))
+    namespaces = sorted({*catalog.namespaces(), *held})
+    store.announce((), namespaces)
+    return _delete_namespaces(store, namespaces)
 
 
 def set_contexts(store: Store, records: Iterable[ChunkRecord]) -> None:
     """Give known chunks other encoding contexts, in one transaction; KV stored with the old ones is removed.
 
+    Where machines share the store, a chunk that another one has given contexts gets those.
+
     Raises:
         KeyError, ValueError: as `Catalog.replace`.
         StoreError: as `forget`.
     """
-    changed = list(records)
+    finish_erasures(store)
+    agreed, elsewhere = store.agree(list(records))
+    known = store.catalog.get_many(record.content_hash for record in agreed)
+    changed = [record for record in agreed if record != known.get(record.content_hash)]
     stale = [record.content_hash for record in changed if store.is_here(record.content_hash)]
-    store.catalog.replace(*changed, stale=stale)
+    store.catalog.replace(*changed, stale=stale, elsewhere=elsewhere)
     if stale:
-        finish_erasures(store)
+        finish_erasures(store, REPLACED)
 
 
-def finish_erasures(store: Store) -> int:
+def finish_erasures(store: Store, reason: str = DELETED) -> int:
     """Delete what the catalog has forgotten, here or in a process that was stopped in the middle of it.
+
+    Args:
+        reason: all but `DELETED` leave alone what machines share.
 
     Returns:
         How many entries were removed.
@@ -143,7 +190,7 @@ def finish_erasures(store: Store) -> int:
     pending = store.catalog.erasures.pending()
     if not pending:
         return 0
-    num_entries = sum(store.delete(key) for key in pending)
+    num_entries = sum(store.delete(key, reason) for key in pending)
     # A log that another process keeps from being emptied is emptied with the next deletion.
     if store.wipe():
         store.catalog.erasures.finish(pending)
@@ -166,11 +213,11 @@ def evict_unused(store: Store, seconds: float, now: float | None = None) -> Remo
     return Removed(num_entries=sum(store.delete(key, "unused") for key in old))
 
 
-def _delete_namespaces(store: Store, namespaces: Sequence[str]) -> Removed:
+def _delete_namespaces(store: Store, namespaces: Sequence[str], reason: str = DELETED) -> Removed:
     gone = set(namespaces)
     entries = [info.key for info in store.entries() if info.namespace in gone]
     chunks = _with_room(store, entries, lambda: store.catalog.forget_namespaces(namespaces, entries))
-    return Removed(len(chunks), 0, finish_erasures(store))
+    return Removed(len(chunks), 0, finish_erasures(store, reason))
 
 
 def _with_room(store: Store, keys: Iterable[str], note: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:

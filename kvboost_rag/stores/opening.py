@@ -55,7 +55,9 @@ def open_store(
     if wanted.folder is not None:
         disk = DiskStore(wanted.folder, _first(wanted.disk_bytes, disk_bytes), **shares)  # type: ignore[arg-type]
         tiers.append(disk if wanted.shared is None else SharedStore(disk, open_remote(wanted.shared)))
-    return TieredStore(*tiers) if len(tiers) > 1 else memory
+    store = TieredStore(*tiers) if len(tiers) > 1 else memory
+    store.refresh()
+    return store
 
 
 def open_remote(url: str) -> RemoteStore:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from kvboost_rag.datamodels import EntryCheck, StoreEntry
+from kvboost_rag.datamodels import ChunkRecord, EntryCheck, StoreEntry
 from kvboost_rag.stores.base import EntryInfo, Store, StoreStats
 from kvboost_rag.stores.copies import Copies, Copy
 from kvboost_rag.stores.memory import MemoryStore, OnEvict
@@ -51,6 +51,7 @@ class TieredStore(Store):
         self._copies = Copies(self._lock)
         for tier, slower in zip(fast, tiers[1:], strict=True):
             tier.on_evict = _demotion(slower)
+        self._home.belong_to(self)
 
     def lookup(self, key: str, check: EntryCheck) -> tuple[StoreEntry | None, str | None]:
         self._await_read(key)
@@ -162,6 +163,18 @@ class TieredStore(Store):
 
     def wipe(self) -> bool:
         return self._home.wipe()
+
+    def announce(self, keys: Sequence[str], namespaces: Sequence[str] = ()) -> None:
+        self._home.announce(keys, namespaces)
+
+    def refresh(self) -> None:
+        self._home.refresh()
+
+    def agree(self, records: Sequence[ChunkRecord]) -> tuple[list[ChunkRecord], dict[str, tuple[int, ...]]]:
+        return self._home.agree(records)
+
+    def belong_to(self, whole: Store) -> None:
+        self._home.belong_to(whole)
 
     def free_room(self, keys: Iterable[str]) -> None:
         self._home.free_room(keys)

@@ -12,6 +12,10 @@ from kvboost_rag.stores.base import Store
 from kvboost_rag.stores.disk.chunk_file import USELESS, ChunkFileError
 from kvboost_rag.stores.disk.store import DiskStore
 from kvboost_rag.stores.maintenance import finish_erasures, forget, set_contexts
+from kvboost_rag.stores.remote.store import RemoteStore
+
+SHARED = "deleted, but shared"
+SHARED_DAMAGED = "damaged where it is shared"
 
 Progress = Callable[[int, int], None]
 """Called with the number of files done and of all files."""
@@ -63,13 +67,22 @@ def disk_of(store: Store) -> DiskStore:
     raise ValueError("this store keeps nothing on disk; name its folder")
 
 
+def shared_of(store: Store) -> RemoteStore | None:
+    """The tier that machines share, if there is one."""
+    if isinstance(store, RemoteStore):
+        return store
+    return next((found for tier in getattr(store, "tiers", ()) if (found := shared_of(tier)) is not None), None)
+
+
 def verify(store: Store, progress: Progress | None = None) -> VerifyReport:
     """Read every chunk file whole, compare it with its seal, its name, the account of bytes and the catalog.
 
-    Changes nothing. Files written or removed by others meanwhile may be reported although nothing is wrong.
+    Of a store that machines share, what lies there is listed, too: values that are not whole, and those of chunks that
+    were deleted. Changes nothing. What others write or remove meanwhile may be reported although nothing is wrong.
 
     Raises:
         ValueError: the store keeps nothing on disk.
+        StoreError: the shared store cannot be reached.
     """
     disk = disk_of(store)
     rows = {info.key: info for info in disk.entries()}
@@ -80,6 +93,9 @@ def verify(store: Store, progress: Progress | None = None) -> VerifyReport:
         if progress is not None:
             progress(done, len(keys))
     _verify_catalog(disk, report)
+    remote = shared_of(store)
+    if remote is not None:
+        _verify_shared(disk, remote, report)
     return report
 
 
@@ -109,6 +125,8 @@ def gc(store: Store, progress: Progress | None = None) -> Collected:
             removed["corrupt"] = removed.get("corrupt", 0) + store.delete(problem.key, "corrupt")
         elif problem.what == "foreign":
             rows_dropped += disk.account.disown(problem.key)
+        elif problem.what in (SHARED, SHARED_DAMAGED):
+            removed["shared"] = removed.get("shared", 0) + store.delete(problem.key)
         elif problem.what == "unknown chunk":
             removed["unknown"] = removed.get("unknown", 0) + store.delete(problem.key)
         elif problem.what == "other context":
@@ -173,7 +191,7 @@ def _context_of(disk: DiskStore, record: ChunkRecord) -> str | None:
 
 
 def _verify_catalog(disk: DiskStore, report: VerifyReport) -> None:
-    hashes = disk.catalog.hashes()
+    hashes, elsewhere = disk.catalog.hashes(), disk.catalog.elsewhere()
     found = disk.catalog.get_many(hashes)
     report.num_chunks_known = len(found)
     for key in hashes:
@@ -181,12 +199,20 @@ def _verify_catalog(disk: DiskStore, report: VerifyReport) -> None:
             report.add(key, "damaged row", "the catalog's row does not have its digest")
         elif _context_of(disk, found[key]) is None:
             report.add(key, "context lost", "token ids of a neighbour are missing")
-        elif any(neighbour not in found for neighbour in found[key].neighbours):
+        elif any(n not in found and n not in elsewhere for n in found[key].neighbours):
             report.add(key, "after a removed chunk", "a chunk in its encoding context is not known any more")
     held, rows = disk.bytes_held["disk"], sum(info.num_bytes for info in disk.entries())
     if held != rows and not disk.account.table.reservations():
         report.add("", "account", f"{held} bytes accounted, {rows} in the rows of files")
     _verify_deletions(disk, report)
+
+
+def _verify_shared(disk: DiskStore, remote: RemoteStore, report: VerifyReport) -> None:
+    for key, fault in remote.faults():
+        report.add(key, SHARED_DAMAGED, fault)
+    for key in sorted({info.key for info in remote.entries()}):
+        if key in disk.catalog.erasures:
+            report.add(key, SHARED, "KV of a deleted chunk lies in the shared store")
 
 
 def _verify_deletions(disk: DiskStore, report: VerifyReport) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PAGE = 1000
+
+Tokens = Mapping[str, tuple[int, ...]]
+"""Token ids by content hash."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,12 @@ class Catalog:
             rows.insert(db, record)
             rows.set_context(db, record, self._secret, removed_allowed=True)
 
-    def replace(self, *records: ChunkRecord, stale: Iterable[str] = ()) -> None:
+    def replace(self, *records: ChunkRecord, stale: Iterable[str] = (), elsewhere: Tokens | None = None) -> None:
         """Give known chunks other encoding contexts; KV stored with the old ones becomes a miss (`context`).
 
         Args:
             stale: those whose KV is stored: it has to go (`maintenance.set_contexts` sees to that).
+            elsewhere: token ids of neighbours that only other machines may know; kept like removed chunks'.
 
         Raises:
             KeyError: a chunk is not known. Nothing is changed then.
@@ -127,7 +131,9 @@ class Catalog:
             for record in records:
                 if not rows.is_live(db, record.content_hash):
                     raise KeyError(record.content_hash)
-                rows.set_context(db, record, self._secret)
+                for neighbour in set(record.neighbours).intersection(elsewhere or ()):
+                    rows.insert_removed(db, record, neighbour, (elsewhere or {})[neighbour], elsewhere=True)
+                rows.set_context(db, record, self._secret, removed_allowed=bool(elsewhere))
             rows.purge(db)
             self.erasures.begin(db, stale)
 
@@ -193,16 +199,11 @@ class Catalog:
 
     def version(self) -> CatalogVersion:
         """Cheap to ask before each request; see `CatalogVersion`."""
-        row = self.database.read(
-            "SELECT (SELECT coalesce(max(seq), 0) FROM chunks), (SELECT removals FROM catalog_state)"
-        )[0]
-        return CatalogVersion(*row)
+        sql = "SELECT (SELECT coalesce(max(seq), 0) FROM chunks), (SELECT removals FROM catalog_state)"
+        return CatalogVersion(*self.database.read(sql)[0])
 
     def forget(
-        self,
-        content_hashes: Iterable[str],
-        sources: Iterable[tuple[str, str]] = (),
-        entries: Iterable[str] = (),
+        self, content_hashes: Iterable[str], sources: Iterable[tuple[str, str]] = (), entries: Iterable[str] = ()
     ) -> tuple[str, ...]:
         """Forget chunks, with all that was computed from them, in one transaction.
 
@@ -242,20 +243,22 @@ class Catalog:
             self.erasures.begin(db, dict.fromkeys([*gone, *entries]))
         return tuple(gone)
 
+    def elsewhere(self) -> set[str]:
+        """Content hashes of chunks that are not known here, but on another machine that shares the store."""
+        return {row[0] for row in self.database.read("SELECT content_hash FROM chunks WHERE removed = 2")}
+
     def dependents(self, content_hash: str) -> tuple[str, ...]:
         """Content hashes of the chunks that were encoded after this one."""
-        found = self.database.read(
-            "SELECT DISTINCT chunk FROM contexts WHERE neighbour = ? ORDER BY chunk", (content_hash,)
-        )
-        return tuple(row[0] for row in found)
+        sql = "SELECT DISTINCT chunk FROM contexts WHERE neighbour = ? ORDER BY chunk"
+        return tuple(row[0] for row in self.database.read(sql, (content_hash,)))
 
     def orphan_arrays(self) -> list[str]:
         """Keys of arrays whose chunk is not known; kinds that begin with `prompt/` are about prompts, not chunks."""
-        found = self.database.read(
+        sql = (
             "SELECT DISTINCT key FROM arrays WHERE kind NOT LIKE 'prompt/%' AND NOT EXISTS "
             "(SELECT 1 FROM chunks WHERE content_hash = key AND NOT removed) ORDER BY key"
         )
-        return [row[0] for row in found]
+        return [row[0] for row in self.database.read(sql)]
 
     def purge(self) -> None:
         """Drop what nothing refers to any more."""
@@ -265,20 +268,18 @@ class Catalog:
 
     def namespaces(self) -> tuple[str, ...]:
         """Namespaces that have chunks, sources or arrays."""
-        found = self.database.read(
-            "SELECT namespace FROM chunks UNION SELECT namespace FROM sources UNION SELECT namespace FROM arrays"
-        )
-        return tuple(row[0] for row in found)
+        sql = "SELECT namespace FROM chunks UNION SELECT namespace FROM sources UNION SELECT namespace FROM arrays"
+        return tuple(row[0] for row in self.database.read(sql))
 
     def fingerprints(self) -> tuple[str, ...]:
         """Fingerprints of the models that have chunks."""
-        found = self.database.read("SELECT DISTINCT fingerprint FROM chunks WHERE NOT removed ORDER BY fingerprint")
-        return tuple(row[0] for row in found)
+        sql = "SELECT DISTINCT fingerprint FROM chunks WHERE NOT removed ORDER BY fingerprint"
+        return tuple(row[0] for row in self.database.read(sql))
 
     def models_of(self, namespace: str) -> tuple[str, ...]:
         """Models whose chunks, removed ones included, a namespace has."""
-        found = self.database.read("SELECT DISTINCT fingerprint FROM chunks WHERE namespace = ?", (namespace,))
-        return tuple(row[0] for row in found)
+        sql = "SELECT DISTINCT fingerprint FROM chunks WHERE namespace = ?"
+        return tuple(row[0] for row in self.database.read(sql, (namespace,)))
 
     def hashes(self, namespace: str | None = None, created_before: float | None = None) -> list[str]:
         """Content hashes of all chunks, or of one namespace's, or of those remembered before a time (epoch seconds)."""

@@ -32,7 +32,7 @@ class Erasures:
     def bury(self, db: sqlite3.Connection, chunks: Iterable[str]) -> None:
         """Say in the caller's transaction that `chunks` are not known any more. Old tombstones go."""
         now = time.time()
-        db.executemany("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", ((_digest(chunk), now) for chunk in chunks))
+        db.executemany("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", ((digest_of(chunk), now) for chunk in chunks))
         db.execute("DELETE FROM tombstones WHERE abs(erased - ?) > ?", (now, KEPT_S))
 
     def pending(self) -> list[str]:
@@ -44,9 +44,18 @@ class Erasures:
         with self._database.transaction() as db:
             db.executemany("DELETE FROM erasures WHERE key = ?", ((key,) for key in keys))
 
+    def seen(self) -> set[str]:
+        """Names of other machines' deletions that were carried out here."""
+        return {row[0] for row in self._database.read("SELECT name FROM deletions_seen")}
+
+    def note_seen(self, name: str) -> None:
+        """A deletion of that name was carried out here."""
+        with self._database.transaction() as db:
+            db.execute("INSERT OR IGNORE INTO deletions_seen VALUES (?)", (name,))
+
     def revive(self, db: sqlite3.Connection, key: str) -> None:
         """Say in the caller's transaction that a chunk is known again."""
-        db.execute("DELETE FROM tombstones WHERE digest = ?", (_digest(key),))
+        db.execute("DELETE FROM tombstones WHERE digest = ?", (digest_of(key),))
 
     def lift(self, key: str) -> None:
         """KV of a deleted chunk, whose text came back without being indexed, may be stored again."""
@@ -55,8 +64,9 @@ class Erasures:
 
     def __contains__(self, key: object) -> bool:
         """Whether `key` was deleted and has not become known again."""
-        return bool(self._database.read("SELECT 1 FROM tombstones WHERE digest = ?", (_digest(key),)))
+        return bool(self._database.read("SELECT 1 FROM tombstones WHERE digest = ?", (digest_of(key),)))
 
 
-def _digest(key: object) -> str:
+def digest_of(key: object) -> str:
+    """What is remembered of a deleted chunk's key."""
     return hash_fields("tombstone", str(key).encode())

@@ -44,15 +44,21 @@ def insert(db: sqlite3.Connection, record: ChunkRecord) -> None:
     )
 
 
-def insert_removed(db: sqlite3.Connection, dependent: ChunkRecord, chunk: str, token_ids: tuple[int, ...]) -> None:
-    """Keep only the token ids of a chunk that `dependent` was encoded after, unless the chunk is known."""
+def insert_removed(
+    db: sqlite3.Connection, dependent: ChunkRecord, chunk: str, token_ids: tuple[int, ...], elsewhere: bool = False
+) -> None:
+    """Keep only the token ids of a chunk that `dependent` was encoded after, unless the chunk is known.
+
+    Args:
+        elsewhere: the chunk is known on another machine.
+    """
     if content_hash(dependent.fingerprint, dependent.namespace, token_ids) != chunk:
         raise ValueError(f"token ids of neighbour {chunk[:16]} do not have its hash")
     db.execute(
         "INSERT OR IGNORE INTO chunks "
         "(content_hash, fingerprint, namespace, text, token_ids, anchor, created, removed) "
-        "VALUES (?, ?, ?, '', ?, '', ?, 1)",
-        (chunk, dependent.fingerprint, dependent.namespace, pack(token_ids), time.time()),
+        "VALUES (?, ?, ?, '', ?, '', ?, ?)",
+        (chunk, dependent.fingerprint, dependent.namespace, pack(token_ids), time.time(), 2 if elsewhere else 1),
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 # `removed` = 1: only token ids are known, from the file of a chunk that was encoded after it (`Catalog.restore`); the
-# row goes when nothing names it any more. `seq` grows with every added chunk, so that readers can ask for what is new.
+# row goes when nothing names it any more; 2: the same of a chunk that another machine knows (`Catalog.replace`).
+# `seq` grows with every added chunk, so that readers can ask for what is new.
 # `digest` covers the row with its anchor and context (`rows.digest_of`). `erasures`, `tombstones`: see `Erasures`.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS chunks (
@@ -82,6 +83,8 @@ CREATE INDEX IF NOT EXISTS arrays_by_key ON arrays (key);
 CREATE TABLE IF NOT EXISTS erasures (key TEXT PRIMARY KEY) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS tombstones (digest TEXT PRIMARY KEY, erased REAL NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS deletions_seen (name TEXT PRIMARY KEY) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS catalog_state (id INTEGER PRIMARY KEY CHECK (id = 1), removals INTEGER NOT NULL);
 

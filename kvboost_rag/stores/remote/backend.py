@@ -37,6 +37,10 @@ class Backend(ABC):
         """Remove all values of a key; whether there were any."""
 
     @abstractmethod
+    def remove(self, key: str, name: str) -> None:
+        """Remove one value, if it is there."""
+
+    @abstractmethod
     def keys(self) -> Iterator[str]:
         """Keys that have values, in no particular order."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,11 +68,12 @@ class ObjectBackend(Backend):
     def delete(self, key: str) -> bool:
         names = self.names(key)
         for name in names:
-            try:
-                self._run(lambda name=name: self._api.delete(self._store, _path(key, name)))  # type: ignore[misc]
-            except FileNotFoundError:
-                continue
+            self.remove(key, name)
         return bool(names)
+
+    def remove(self, key: str, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._run(lambda: self._api.delete(self._store, _path(key, name)))
 
     def keys(self) -> Iterator[str]:
         return iter(dict.fromkeys(path.rsplit("/", 2)[1] for path in self._list(None)))

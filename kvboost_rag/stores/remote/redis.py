@@ -82,6 +82,10 @@ class RedisBackend(Backend):
         removed = self._run(lambda: self._client.delete(*(_name(key, name) for name in names))) if names else 0
         return bool(self._run(lambda: self._client.delete(_set(key))) or removed)
 
+    def remove(self, key: str, name: str) -> None:
+        self._run(lambda: self._client.delete(_name(key, name)))
+        self._run(lambda: self._client.srem(_set(key), name))
+
     def keys(self) -> Iterator[str]:
         found = self._run(lambda: list(self._client.scan_iter(match=f"{PREFIX}{{*}}", count=1000)))
         return (name.decode()[len(PREFIX) + 1 : -1] for name in found)

@@ -12,6 +12,7 @@ from kvboost_rag.stores.disk import chunk_file
 from kvboost_rag.stores.disk.chunk_file import ChunkFileError
 from kvboost_rag.stores.disk.seal import secret_from_environment
 from kvboost_rag.stores.payload import own
+from kvboost_rag.stores.remote.agreements import Agreements
 from kvboost_rag.stores.remote.backend import Backend, RemoteError
 from kvboost_rag.stores.remote.guard import Guard
 from kvboost_rag.stores.remote.values import (
@@ -56,6 +57,7 @@ class RemoteStore(Store):
         self.backend = backend
         self._secret = secret if secret is not None else secret_from_environment()
         self._guard = guard or Guard()
+        self.agreements = Agreements(backend, self._run, self._secret)
         self._most_bytes = most_bytes
         self._written = 0
 
@@ -194,6 +196,25 @@ class RemoteStore(Store):
                 continue
             if manifest is not None:
                 yield _info_of(key, manifest)
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """Key and fault of every value that `get` would not give: `corrupt`, `unsigned`, `truncated`.
+
+        Raises:
+            StoreError: the service cannot be reached.
+        """
+        try:
+            for key in self._run(lambda: list(self.backend.keys())):
+                for name in self._variants(key):
+                    try:
+                        manifest = self._manifest(key, name)
+                    except ManifestError as error:
+                        yield key, error.reason
+                        continue
+                    if manifest is not None and not self._is_whole(key, manifest):
+                        yield key, "truncated"
+        except RemoteError as error:
+            raise StoreError(f"the remote store cannot be listed: {error}") from error
 
     @property
     def bytes_held(self) -> Mapping[str, int]:
