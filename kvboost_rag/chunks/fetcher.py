@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,11 +17,8 @@ from kvboost_rag.encode.encoder import ChunkJob, Encoder, EncodingJob, context_s
 from kvboost_rag.kv import quantization
 from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.observe.recorder import Recorder
-from kvboost_rag.stores.cost import CostModel
+from kvboost_rag.stores.cost import DISK, REMOTE, CostModel
 from kvboost_rag.stores.heads import WHOLE, Heads
-
-DISK = "disk"
-"""Name of the tier whose loads are weighed against encoding again."""
 
 
 class ChunkFetcher:
@@ -100,17 +98,19 @@ class ChunkFetcher:
         )
 
     def choose(self, record: ChunkRecord, always_load: bool = False) -> DiskChoice | None:
-        """What to do about a chunk on disk, by what both ways have cost so far; None for one in memory or not held.
+        """What to do about a chunk on disk or in a shared store, by what both ways have cost so far; None for one in
+        memory or not held.
 
         Encoding again is chosen only where it gives the stored bits: if the chunk was computed alone, by the same
         software on the same kind of device. The decision is counted in the metrics.
         """
-        info = self.store.info(record.content_hash) if self.store.tier_of(record.content_hash) == DISK else None
-        if info is None or self.encoder is None:
+        tier = self.store.tier_of(record.content_hash)
+        info = self.store.info(record.content_hash) if tier in (DISK, REMOTE) else None
+        if tier is None or info is None or self.encoder is None:
             return None
         load = always_load or info.meta.get("encoder") != self.encoder.signature
         if not load:
-            load = self.costs.decide(info.num_bytes, self.registry.check(record)[0].num_tokens).load
+            load = self.costs.decide(info.num_bytes, self.registry.check(record)[0].num_tokens, tier).load
         self.metrics.record_decision(load)
         return "load" if load else "recompute"
 
@@ -119,19 +119,21 @@ class ChunkFetcher:
     ) -> dict[str, FetchedChunk]:
         """What the store holds of `records` (by content hash), apart from what is chosen to be encoded again."""
         wanted = {key: record for key, record in records.items() if choices[key] != "recompute"}
-        start = time.perf_counter()
+        tiers = {key: DISK if self.store.is_here(key) else REMOTE for key in wanted if choices[key] == "load"}
         self.store.prefetch(wanted)
-        found, num_bytes, seconds = {}, 0, time.perf_counter() - start
+        found: dict[str, FetchedChunk] = {}
+        num_bytes, seconds = Counter[str](), dict.fromkeys((DISK, REMOTE), 0.0)
         for key, record in wanted.items():
             start = time.perf_counter()
             chunk = self.load(record)
-            if chunk is not None and choices[key] == "load":
-                num_bytes += chunk.num_bytes
-                seconds += time.perf_counter() - start
             if chunk is not None:
                 found[key] = replace(chunk, disk_choice=choices[key])
+                if key in tiers:
+                    num_bytes[tiers[key]] += chunk.num_bytes
+                    seconds[tiers[key]] += time.perf_counter() - start
         # Together, since they are read at the same time: one by one, the first would seem to take all of it.
-        self.costs.observe_load(num_bytes, seconds)
+        for tier, size in num_bytes.items():
+            self.costs.observe_load(size, seconds[tier], tier)
         return found
 
     def prefetch(self, texts: Iterable[str], namespace: str) -> int:

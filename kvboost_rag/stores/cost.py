@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvboost_rag.stores.base import Store
 
+DISK, REMOTE = "disk", "remote"
+"""Tiers whose loads are weighed against encoding again."""
 SMOOTHING = 0.2
 """Weight of the newest measurement."""
 RETRY_EVERY = 32
@@ -28,31 +31,31 @@ class Decision:
 class CostModel:
     """Seconds a byte for loading from each tier, and seconds a token for encoding, as running averages.
 
-    Only loads from disk are measured and weighed: what lies in memory is always used. Encoding a chunk forwards its
-    encoding context too, so callers count those tokens. Thread-safe.
+    Loads from disk and from a shared store are measured and weighed, each by itself: what lies in memory is always
+    used. Encoding a chunk forwards its encoding context too, so callers count those tokens. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seconds_per_byte: float | None = None
+        self._seconds_per_byte: dict[str, float] = {}
         self._seconds_per_token: float | None = None
-        self._computed_in_a_row = 0
+        self._computed_in_a_row: Counter[str] = Counter()
 
     @property
     def load_bytes_per_second(self) -> float | None:
-        """Measured load bandwidth, verification included."""
-        return None if not self._seconds_per_byte else 1.0 / self._seconds_per_byte
+        """Measured load bandwidth of the disk, verification included."""
+        return 1.0 / self._seconds_per_byte[DISK] if self._seconds_per_byte.get(DISK) else None
 
     @property
     def encode_tokens_per_second(self) -> float | None:
         """Measured encoding speed."""
         return None if not self._seconds_per_token else 1.0 / self._seconds_per_token
 
-    def observe_load(self, num_bytes: int, seconds: float) -> None:
-        """An entry of `num_bytes` was read from disk and verified in `seconds`."""
+    def observe_load(self, num_bytes: int, seconds: float, tier: str = DISK) -> None:
+        """Entries of `num_bytes` were read from a tier and verified in `seconds`."""
         if num_bytes > 0:
             with self._lock:
-                self._seconds_per_byte = _smooth(self._seconds_per_byte, seconds / num_bytes)
+                self._seconds_per_byte[tier] = _smooth(self._seconds_per_byte.get(tier), seconds / num_bytes)
 
     def observe_encode(self, num_tokens: int, seconds: float) -> None:
         """`num_tokens` (encoding context included) were forwarded in `seconds`."""
@@ -60,14 +63,15 @@ class CostModel:
             with self._lock:
                 self._seconds_per_token = _smooth(self._seconds_per_token, seconds / num_tokens)
 
-    def decide(self, num_bytes: int, num_tokens: int) -> Decision:
-        """Whether to load `num_bytes` from disk rather than encode `num_tokens` (context included)."""
+    def decide(self, num_bytes: int, num_tokens: int, tier: str = DISK) -> Decision:
+        """Whether to load `num_bytes` from a tier rather than encode `num_tokens` (context included)."""
         with self._lock:
-            if self._seconds_per_byte is None or self._seconds_per_token is None:
+            if tier not in self._seconds_per_byte or self._seconds_per_token is None:
                 return Decision(True, None, None)
-            load_seconds, recompute_seconds = self._seconds_per_byte * num_bytes, self._seconds_per_token * num_tokens
-            load = load_seconds <= recompute_seconds or self._computed_in_a_row >= RETRY_EVERY
-            self._computed_in_a_row = 0 if load else self._computed_in_a_row + 1
+            load_seconds = self._seconds_per_byte[tier] * num_bytes
+            recompute_seconds = self._seconds_per_token * num_tokens
+            load = load_seconds <= recompute_seconds or self._computed_in_a_row[tier] >= RETRY_EVERY
+            self._computed_in_a_row[tier] = 0 if load else self._computed_in_a_row[tier] + 1
             return Decision(load, load_seconds, recompute_seconds)
 
 

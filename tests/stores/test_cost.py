@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvboost_rag.stores import DiskStore
-from kvboost_rag.stores.cost import RETRY_EVERY, CostModel, measure_load_speed, plan
+from kvboost_rag.stores.cost import REMOTE, RETRY_EVERY, CostModel, measure_load_speed, plan
 from tests.stores.conftest import build_entry
 
 
@@ -19,6 +19,18 @@ def test_loads_until_both_speeds_are_measured() -> None:
     assert costs.encode_tokens_per_second is None
     costs.observe_encode(100, 1.0)
     assert (costs.load_bytes_per_second, costs.encode_tokens_per_second) == (1000.0, 100.0)
+
+
+def test_tiers_are_measured_apart() -> None:
+    costs = CostModel()
+    costs.observe_load(1000, 0.1)
+    costs.observe_encode(100, 1.0)
+    assert costs.decide(10**12, 1, REMOTE).load, "nothing is known of it"
+    costs.observe_load(1000, 10.0, REMOTE)
+    assert costs.decide(2000, 100).load
+    decisions = [costs.decide(2000, 100, REMOTE).load for _ in range(RETRY_EVERY + 1)]
+    assert decisions == [False] * RETRY_EVERY + [True]
+    assert costs.load_bytes_per_second == 10_000
 
 
 def test_decides_by_what_is_faster() -> None:

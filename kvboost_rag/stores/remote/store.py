@@ -13,8 +13,9 @@ from kvboost_rag.stores.disk.chunk_file import ChunkFileError
 from kvboost_rag.stores.disk.seal import secret_from_environment
 from kvboost_rag.stores.payload import own
 from kvboost_rag.stores.remote.agreements import Agreements
-from kvboost_rag.stores.remote.backend import Backend, RemoteError
+from kvboost_rag.stores.remote.backend import TIMEOUT_S, Backend, RemoteError
 from kvboost_rag.stores.remote.guard import Guard
+from kvboost_rag.stores.remote.room import Room
 from kvboost_rag.stores.remote.values import (
     Manifest,
     ManifestError,
@@ -46,12 +47,20 @@ class RemoteStore(Store):
     Args:
         secret: as for `DiskStore`.
         most_bytes: values larger than this are neither written nor read.
+        in_flight_bytes: of values being read at the same time; one that would wait longer than `TIMEOUT_S` for the
+            others is a miss (`busy`).
     """
 
     tier = "remote"
 
     def __init__(
-        self, backend: Backend, *, secret: bytes | None = None, guard: Guard | None = None, most_bytes: int = 4 << 30
+        self,
+        backend: Backend,
+        *,
+        secret: bytes | None = None,
+        guard: Guard | None = None,
+        most_bytes: int = 4 << 30,
+        in_flight_bytes: int = 1 << 30,
     ) -> None:
         super().__init__()
         self.backend = backend
@@ -59,6 +68,7 @@ class RemoteStore(Store):
         self._guard = guard or Guard()
         self.agreements = Agreements(backend, self._run, self._secret)
         self._most_bytes = most_bytes
+        self.room = Room(in_flight_bytes, TIMEOUT_S)
         self._written = 0
 
     def lookup(self, key: str, check: EntryCheck) -> tuple[StoreEntry | None, str | None]:
@@ -90,11 +100,14 @@ class RemoteStore(Store):
             manifest = self._manifest(key, name)
             if manifest is None:
                 return None, None
-            parts = self._parts(key, manifest)
-            if parts is None:
-                return None, "truncated"
-            entry, _ = chunk_file.load(b"".join(parts), self._secret)
+            with self.room.of(manifest.num_bytes):
+                parts = self._parts(key, manifest)
+                if parts is None:
+                    return None, "truncated"
+                entry, _ = chunk_file.load(b"".join(parts), self._secret)
             return entry, None
+        except TimeoutError:
+            return None, "busy"
         except RemoteError as error:
             self._warn_once("", "unreachable", "the remote store does not answer: %s; chunks are computed", error)
             return None, "unreachable"

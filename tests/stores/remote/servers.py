@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -59,29 +59,61 @@ def valkey(folder: Path, *options: str) -> Iterator[Valkey]:
 
 
 @contextlib.contextmanager
-def valkey_cluster(folder: Path, nodes: int = 3) -> Iterator[list[Valkey]]:
+def valkey_cluster(folder: Path, nodes: int = 3, replicas: int = 0) -> Iterator[list[Valkey]]:
+    """Masters, then (`replicas` for each) their replicas."""
     import redis
 
-    servers = [
-        Valkey(folder / str(n), "--cluster-enabled", "yes", "--cluster-node-timeout", "1000") for n in range(nodes)
-    ]
+    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0")
+    servers = [Valkey(folder / str(n), *options) for n in range(nodes * (1 + replicas))]
     try:
         clients = [redis.Redis(port=server.port) for server in servers]
         step = 16384 // nodes
         for n, client in enumerate(clients):
-            last = 16383 if n == nodes - 1 else (n + 1) * step - 1
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", n * step, last)
+            if n < nodes:
+                last = 16383 if n == nodes - 1 else (n + 1) * step - 1
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", n * step, last)
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", n + 1)
         for server in servers[1:]:
             clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port)
-        deadline = time.monotonic() + 30
-        while not all(is_whole(client, nodes) for client in clients):
-            assert time.monotonic() < deadline, "the cluster did not form"
-            time.sleep(0.1)
+        wait_until(lambda: all(is_whole(client, len(servers)) for client in clients), "the cluster did not form")
+        for n in range(nodes, len(servers)):
+            clients[n].execute_command("CLUSTER", "REPLICATE", clients[n % nodes].execute_command("CLUSTER", "MYID"))
         yield servers
     finally:
         for server in servers:
             server.kill()
+
+
+def wait_for_replicas(servers: list[Valkey]) -> None:
+    """Until every master's replica has what it has."""
+    import redis
+
+    clients = [redis.Redis(port=server.port) for server in servers[: len(servers) // 2]]
+    wait_until(lambda: all(c.info("replication")["connected_slaves"] for c in clients), "there are no replicas")
+    for client in clients:
+        assert client.wait(1, 20_000) == 1
+
+
+def wait_until_whole(server: Valkey) -> None:
+    """Until the cluster, as a node of it sees it, has lost a master and serves all slots again."""
+    import redis
+
+    client = redis.Redis(port=server.port)
+
+    def is_healed() -> bool:
+        nodes = client.cluster("nodes").values()
+        masters = [n for n in nodes if "master" in n["flags"] and "fail" not in n["flags"] and n["slots"]]
+        failed = any("fail" in n["flags"].split(",") for n in nodes)
+        return failed and len(masters) == 3 and client.cluster("info")["cluster_state"] == "ok"
+
+    wait_until(is_healed, "no replica took over")
+
+
+def wait_until(done: Callable[[], bool], otherwise: str, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.1)
 
 
 def is_whole(client, nodes: int) -> bool:
