@@ -72,11 +72,11 @@ class Agreements:
     damaged or unsigned one counts as none that can be adopted. Every method raises `RemoteError`.
 
     Args:
-        run: makes an attempt, as `Guard.run`.
+        run: makes attempts at a call that asks for a key (the second argument, where it is about one).
         secret: as for `RemoteStore`.
     """
 
-    def __init__(self, backend: Backend, run: Callable[[Callable[[], Any]], Any], secret: bytes | None) -> None:
+    def __init__(self, backend: Backend, run: Callable[..., Any], secret: bytes | None) -> None:
         self._backend, self._run, self._secret = backend, run, secret
 
     def claim(self, record: ChunkRecord, behind: tuple[tuple[int, ...], ...]) -> Claim | None:
@@ -85,24 +85,24 @@ class Agreements:
         name = CLAIM + _frame_of(record)
         ours = Claim(record.neighbours, record.splits, record.mixture, record.forward_tokens, behind)
         data = self._sealed(vars(ours))
-        if self._run(lambda: self._backend.create(record.content_hash, name, data)):
+        if self._run(lambda: self._backend.create(record.content_hash, name, data), record.content_hash):
             return ours
-        found = self._read(self._run(lambda: self._backend.get(record.content_hash, [name]))[0])
+        found = self._read(self._run(lambda: self._backend.get(record.content_hash, [name]), record.content_hash)[0])
         return _claim_of(found) if found is not None else None
 
     def link(self, record: ChunkRecord) -> None:
         """Say that `record` is encoded after its neighbours: deleting one of them has to reach its KV."""
         for neighbour in record.neighbours:
             key = _dependents_key(neighbour)
-            self._run(partial(self._backend.create, key, record.content_hash, b"-"))
+            self._run(partial(self._backend.create, key, record.content_hash, b"-"), key)
 
     def dependents(self, content_hash: str) -> list[str]:
         """Chunks that any machine encoded after this one."""
-        return self._run(lambda: self._backend.names(_dependents_key(content_hash)))
+        return self._run(lambda: self._backend.names(_dependents_key(content_hash)), _dependents_key(content_hash))
 
     def unlink(self, content_hash: str) -> None:
         """Forget the chunk's dependents."""
-        self._run(lambda: self._backend.delete(_dependents_key(content_hash)))
+        self._run(lambda: self._backend.delete(_dependents_key(content_hash)), _dependents_key(content_hash))
 
     def bury(self, deletion: Deletion) -> str:
         """Tell the other machines; the name of the tombstone. Tombstones that are too old go."""

@@ -40,6 +40,10 @@ class Backend(ABC):
     def remove(self, key: str, name: str) -> None:
         """Remove one value, if it is there."""
 
+    def place(self, key: str) -> str:
+        """What of the service has the key's values and may fail by itself: a node. Never waits or raises."""
+        return ""
+
     @abstractmethod
     def keys(self) -> Iterator[str]:
         """Keys that have values, in no particular order."""

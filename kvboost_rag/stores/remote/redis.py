@@ -86,6 +86,15 @@ class RedisBackend(Backend):
         self._run(lambda: self._client.delete(_name(key, name)))
         self._run(lambda: self._client.srem(_set(key), name))
 
+    def place(self, key: str) -> str:
+        # Not asked before the first connection: that would wait for the cluster's slots.
+        if self._made is None or not hasattr(self._made, "get_node_from_key"):
+            return ""
+        try:
+            return str(self._made.get_node_from_key(_set(key)).name)
+        except Exception:  # slots are being learnt anew: whatever is missing then, the call itself will say
+            return ""
+
     def keys(self) -> Iterator[str]:
         found = self._run(lambda: list(self._client.scan_iter(match=f"{PREFIX}{{*}}", count=1000)))
         return (name.decode()[len(PREFIX) + 1 : -1] for name in found)

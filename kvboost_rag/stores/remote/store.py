@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from kvboost_rag.datamodels import EntryCheck, StoreEntry
@@ -138,12 +139,12 @@ class RemoteStore(Store):
         try:
             exists = self._manifest(entry.key, name) is not None
         except ManifestError:  # it can only be replaced together with what it named
-            self._run(lambda: self.backend.delete(entry.key))
+            self._run(lambda: self.backend.delete(entry.key), entry.key)
             exists = False
         digests = []
         for part in parts_of(pieces):
             digests.append(digest(part))
-            if self._run(lambda part=part: self.backend.create(entry.key, PART + digests[-1], part)):  # type: ignore[misc]
+            if self._run(partial(self.backend.create, entry.key, PART + digests[-1], part), entry.key):
                 self._written += len(part)
         if not exists:
             head = {
@@ -155,7 +156,7 @@ class RemoteStore(Store):
                 "meta": dict(entry.meta),
             }
             data = write_manifest(Manifest(size, tuple(digests), head), self._secret)
-            self._run(lambda: self.backend.create(entry.key, MANIFEST + name, data))
+            self._run(lambda: self.backend.create(entry.key, MANIFEST + name, data), entry.key)
 
     def delete(self, key: str, reason: str = "deleted") -> bool:
         """Remove all values of `key`.
@@ -164,7 +165,7 @@ class RemoteStore(Store):
             StoreError: the service cannot be reached: nobody knows whether they are gone.
         """
         try:
-            removed = self._run(lambda: self.backend.delete(key))
+            removed = self._run(lambda: self.backend.delete(key), key)
         except RemoteError as error:
             raise StoreError(f"cannot delete {key[:16]} from the remote store: {error}") from error
         if removed:
@@ -242,7 +243,7 @@ class RemoteStore(Store):
         self.backend.close()
 
     def _variants(self, key: str) -> list[str]:
-        names = self._run(lambda: self.backend.names(key))
+        names = self._run(lambda: self.backend.names(key), key)
         return [name.removeprefix(MANIFEST) for name in names if name.startswith(MANIFEST)]
 
     def _has(self, key: str, name: str) -> bool:
@@ -252,11 +253,11 @@ class RemoteStore(Store):
             return False
 
     def _manifest(self, key: str, name: str) -> Manifest | None:
-        data = self._run(lambda: self.backend.get(key, [MANIFEST + name]))[0]
+        data = self._run(lambda: self.backend.get(key, [MANIFEST + name]), key)[0]
         return None if data is None else read_manifest(data, self._secret)
 
     def _is_whole(self, key: str, manifest: Manifest) -> bool:
-        names = set(self._run(lambda: self.backend.names(key)))
+        names = set(self._run(lambda: self.backend.names(key), key))
         return all(PART + part in names for part in manifest.digests)
 
     def _parts(self, key: str, manifest: Manifest) -> list[bytes] | None:
@@ -266,15 +267,15 @@ class RemoteStore(Store):
         parts: list[bytes] = []
         for start in range(0, len(manifest.digests), BATCH_PARTS):
             wanted = manifest.digests[start : start + BATCH_PARTS]
-            found = self._run(lambda wanted=wanted: self.backend.get(key, [PART + d for d in wanted]))  # type: ignore[misc]
+            found = self._run(partial(self.backend.get, key, [PART + part for part in wanted]), key)
             for part, expected in zip(found, wanted, strict=True):
                 if part is None or digest(part) != expected:
                     return None
                 parts.append(part)
         return parts
 
-    def _run(self, call: Callable[[], T]) -> T:
-        return self._guard.run(call)
+    def _run(self, call: Callable[[], T], key: str = "") -> T:
+        return self._guard.run(call, self.backend.place(key) if key else "")
 
 
 def _info_of(key: str, manifest: Manifest) -> EntryInfo:

@@ -64,6 +64,7 @@ def valkey_cluster(folder: Path, nodes: int = 3, replicas: int = 0) -> Iterator[
     import redis
 
     options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0")
+    options += ("--cluster-require-full-coverage", "no")  # the others serve on where a node has no replica
     servers = [Valkey(folder / str(n), *options) for n in range(nodes * (1 + replicas))]
     try:
         clients = [redis.Redis(port=server.port) for server in servers]
