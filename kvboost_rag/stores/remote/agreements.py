@@ -118,7 +118,10 @@ class Agreements:
     def deletions(self, seen: Collection[str]) -> Iterator[tuple[str, Deletion | None]]:
         """Tombstones that are not among `seen`, oldest first; None for one that cannot be read."""
         for name in sorted(set(self._run(lambda: self._backend.names(TOMBSTONES))) - set(seen)):
-            found = self._read(self._run(partial(self._backend.get, TOMBSTONES, [name]))[0])
+            data = self._run(partial(self._backend.get, TOMBSTONES, [name]))[0]
+            if data is None:  # named, but not written yet: next time
+                continue
+            found = self._read(data)
             yield name, _deletion_of(found) if found is not None else None
 
     def _sealed(self, body: Mapping[str, object]) -> bytes:

@@ -188,7 +188,7 @@ def test_whole_namespaces(machines: list[Machine], how: str) -> None:
         delete_namespace(one.store, "acme")
     for machine in (two, three):
         machine.store.refresh()
-        assert entry.key not in machine.store
+        assert machine.store.tier_of(entry.key) is None
         assert machine.catalog.get(entry.key) is None
         assert machine.catalog.get(key(1)) is not None, "its namespace was not among those that one knew"
 
@@ -255,6 +255,20 @@ def test_damaged_or_unsigned_words_are_not_believed(machines: list[Machine], url
     signed = connect(url, secret=b"s3cret")
     assert [d for _, d in signed.agreements.deletions(set())] == [None]
     signed.close()
+
+
+def test_a_tombstone_that_is_not_written_yet_is_waited_for(machines: list[Machine], monkeypatch: Any) -> None:
+    one, two, _ = machines
+    for machine in (one, two):
+        machine.know(1)
+    backend = two.shared.tiers[1].backend
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "get", lambda key, names: [None for _ in names])
+        forget(one.store, [key(1)])
+        two.store.refresh()
+    assert two.catalog.get(key(1)) is not None
+    two.store.refresh()
+    assert two.catalog.get(key(1)) is None
 
 
 def test_gc_takes_back_what_was_left_behind(machines: list[Machine]) -> None:
