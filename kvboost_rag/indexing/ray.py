@@ -198,13 +198,15 @@ class _Job:
     num_of: Mapping[str, int]
     progress: Callable[[WarmProgress], None] | None
     done: set[tuple[str, ...]] = field(default_factory=set)
+    num_done: int = 0
+    tokens_done: int = 0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     fault: str = "all actors have died"
     start: float = field(default_factory=time.perf_counter)
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.num_of.values())
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(self.num_of.values())
 
     @property
     def seconds(self) -> float:
@@ -214,14 +216,17 @@ class _Job:
         if row["fault"]:
             self.fault = row["fault"]
             return
-        self.done.add(tuple(row["keys"].split()))
+        unit = tuple(row["keys"].split())
+        if unit in self.done:  # done again for somebody else's sake
+            return
+        self.done.add(unit)
+        self.num_done += len(unit)
+        self.tokens_done += sum(self.num_of[key] for key in unit)
         for name in COUNTS:
             self.counts[name] += int(row[name])
         if self.progress is not None:
-            keys = [key for unit in self.done for key in unit]
-            tokens, encoded = sum(self.num_of[key] for key in keys), self.counts["encoded_tokens"]
-            state = WarmProgress(len(keys), len(self.num_of), tokens, self.num_tokens, encoded, self.seconds)
-            self.progress(state)
+            done, encoded = (self.num_done, len(self.num_of), self.tokens_done), self.counts["encoded_tokens"]
+            self.progress(WarmProgress(*done, self.num_tokens, encoded, self.seconds))
 
 
 def _ray() -> Any:

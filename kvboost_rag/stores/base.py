@@ -206,8 +206,13 @@ class Store(ABC):
     def free_room(self, keys: Iterable[str]) -> None:  # noqa: B027 - nothing to free in memory
         """On a full disk: make room for the catalog to note a deletion, by dropping the payloads that are to go."""
 
-    def announce(self, keys: Sequence[str], namespaces: Sequence[str] = ()) -> None:  # noqa: B027 - nobody to tell
+    def announce(  # noqa: B027 - nobody to tell
+        self, keys: Sequence[str], namespaces: Sequence[str] = (), touched: Sequence[str] = ()
+    ) -> None:
         """Tell the machines that share this store that chunks, or whole namespaces, are about to be deleted here.
+
+        Args:
+            touched: namespaces whose exact blocks have to go, besides those of the chunks.
 
         Raises:
             StoreError: they cannot be told.

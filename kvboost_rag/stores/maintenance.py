@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvboost_rag.datamodels import ChunkRecord
@@ -56,7 +57,8 @@ def forget(
         StoreError: a file cannot be removed, or the catalog cannot be written to.
     """
     wanted = list(dict.fromkeys(content_hashes))
-    store.announce(wanted)
+    namespaces = list(namespaces)
+    store.announce(wanted, touched=namespaces)
     return _forget(store, wanted, list(sources), namespaces)
 
 
@@ -68,6 +70,7 @@ def _forget(
     reason: str = DELETED,
 ) -> Removed:
     catalog = store.catalog
+    before = catalog.erasures.pending() if reason != DELETED else ()
     known = catalog.get_many(wanted)
     blocks = _unknown(store, {*touched, *(record.namespace for record in known.values())})
     entries = [*blocks, *(key for key in wanted if key in store)]
@@ -76,8 +79,9 @@ def _forget(
         return catalog.forget(wanted, sources, entries)
 
     dependents = _with_room(store, [*wanted, *blocks], note)
-    removed = Removed(len(known), len(dependents), finish_erasures(store, reason))
-    set_contexts(store, catalog.get_many(dependents).values())  # the other machines are to give them the same ones
+    removed = Removed(len(known), len(dependents), finish_erasures(store, reason, before))
+    with suppress(KeyError):  # deleted by another process meanwhile
+        set_contexts(store, catalog.get_many(dependents).values())  # other machines are to give them the same ones
     return removed
 
 
@@ -92,7 +96,6 @@ def carry_out(store: Store, digests: Container[str], touched: Sequence[str], who
     Raises:
         StoreError: as `forget`.
     """
-    finish_erasures(store)
     removed = _delete_namespaces(store, whole, DELETED_ELSEWHERE) if whole else Removed()
     catalog = store.catalog
     here = [key for key in (*catalog.hashes(), *catalog.elsewhere()) if digest_of(key) in digests]
@@ -165,21 +168,24 @@ def set_contexts(store: Store, records: Iterable[ChunkRecord]) -> None:
         KeyError, ValueError: as `Catalog.replace`.
         StoreError: as `forget`.
     """
-    finish_erasures(store)
     agreed, elsewhere = store.agree(list(records))
     known = store.catalog.get_many(record.content_hash for record in agreed)
     changed = [record for record in agreed if record != known.get(record.content_hash)]
+    if not changed:
+        return
+    before = store.catalog.erasures.pending()
     stale = [record.content_hash for record in changed if store.is_here(record.content_hash)]
     store.catalog.replace(*changed, stale=stale, elsewhere=elsewhere)
     if stale:
-        finish_erasures(store, REPLACED)
+        finish_erasures(store, REPLACED, before)
 
 
-def finish_erasures(store: Store, reason: str = DELETED) -> int:
+def finish_erasures(store: Store, reason: str = DELETED, but: Collection[str] = ()) -> int:
     """Delete what the catalog has forgotten, here or in a process that was stopped in the middle of it.
 
     Args:
         reason: all but `DELETED` leave alone what machines share.
+        but: keys that are to go for another reason.
 
     Returns:
         How many entries were removed.
@@ -187,7 +193,8 @@ def finish_erasures(store: Store, reason: str = DELETED) -> int:
     Raises:
         StoreError: a file cannot be removed. It stays noted.
     """
-    pending = store.catalog.erasures.pending()
+    others = set(but)
+    pending = [key for key in store.catalog.erasures.pending() if key not in others]
     if not pending:
         return 0
     num_entries = sum(store.delete(key, reason) for key in pending)
@@ -215,9 +222,10 @@ def evict_unused(store: Store, seconds: float, now: float | None = None) -> Remo
 
 def _delete_namespaces(store: Store, namespaces: Sequence[str], reason: str = DELETED) -> Removed:
     gone = set(namespaces)
+    before = store.catalog.erasures.pending() if reason != DELETED else ()
     entries = [info.key for info in store.entries() if info.namespace in gone]
     chunks = _with_room(store, entries, lambda: store.catalog.forget_namespaces(namespaces, entries))
-    return Removed(len(chunks), 0, finish_erasures(store, reason))
+    return Removed(len(chunks), 0, finish_erasures(store, reason, before))
 
 
 def _with_room(store: Store, keys: Iterable[str], note: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:

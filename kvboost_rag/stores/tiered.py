@@ -164,8 +164,8 @@ class TieredStore(Store):
     def wipe(self) -> bool:
         return self._home.wipe()
 
-    def announce(self, keys: Sequence[str], namespaces: Sequence[str] = ()) -> None:
-        self._home.announce(keys, namespaces)
+    def announce(self, keys: Sequence[str], namespaces: Sequence[str] = (), touched: Sequence[str] = ()) -> None:
+        self._home.announce(keys, namespaces, touched)
 
     def refresh(self) -> None:
         self._home.refresh()

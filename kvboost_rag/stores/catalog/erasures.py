@@ -62,6 +62,11 @@ class Erasures:
         with self._database.transaction() as db:
             self.revive(db, key)
 
+    def erased_at(self, key: str) -> float | None:
+        """When `key` was deleted (epoch seconds), if it has not become known again."""
+        found = self._database.read("SELECT erased FROM tombstones WHERE digest = ?", (digest_of(key),))
+        return float(found[0][0]) if found else None
+
     def __contains__(self, key: object) -> bool:
         """Whether `key` was deleted and has not become known again."""
         return bool(self._database.read("SELECT 1 FROM tombstones WHERE digest = ?", (digest_of(key),)))

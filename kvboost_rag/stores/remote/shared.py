@@ -91,8 +91,8 @@ class SharedStore(Store):
             # What only makes room here, or mends a file of ours, is no reason to take it from the others.
             return (reason == DELETED and self._remote.delete(key, reason)) or found
 
-    def announce(self, keys: Sequence[str], namespaces: Sequence[str] = ()) -> None:
-        touched = sorted({record.namespace for record in self.catalog.get_many(keys).values()})
+    def announce(self, keys: Sequence[str], namespaces: Sequence[str] = (), touched: Sequence[str] = ()) -> None:
+        touched = sorted({*touched, *(record.namespace for record in self.catalog.get_many(keys).values())})
         deletion = Deletion(tuple(map(digest_of, keys)), tuple(touched), tuple(namespaces))
         agreements = self._remote.agreements
         try:
