@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvboost_rag.cli.inspect import inspect
 from kvboost_rag.kv.keys import content_hash
 from kvboost_rag.stores import DiskStore, MemoryStore, StoreError, TieredStore
 from kvboost_rag.stores.disk import chunk_file
@@ -251,8 +253,10 @@ def test_a_clock_that_ran_ahead_hides_nothing_from_evicting(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system takes root")
-@pytest.mark.parametrize("tool", ["evict all", "evict unused", "gc", "read"])
-def test_tools_work_on_a_full_disk_and_free_space(tmp_path: Path, tool: str) -> None:
+@pytest.mark.parametrize("tool", ["evict all", "evict unused", "gc", "read", "inspect"])
+def test_tools_work_on_a_full_disk_and_free_space(
+    tmp_path: Path, tool: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(tmp_path)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("this container may not mount")
@@ -268,7 +272,12 @@ def test_tools_work_on_a_full_disk_and_free_space(tmp_path: Path, tool: str) -> 
         assert all(same(store.get(entry.key, check_of(entry)), entry) for entry in entries)
         assert verify(store).problems == []
         fill_up(tmp_path / "more")
-        if tool == "read":
+        if tool == "inspect":  # the command, beside an open store and as the first to open it
+            for _ in range(2):
+                inspect(tmp_path / "kv", True)
+                assert re.search(r"\(defa.*│ +10 │ +10 │ +0 │", capsys.readouterr().out)
+                store.close()
+        elif tool == "read":
             assert not store.put(large_entry(11))
             with pytest.raises(StoreError, match="no room for the catalog"):
                 store.catalog.add_many([large_record(n) for n in range(20, 3000)])
