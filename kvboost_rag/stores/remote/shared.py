@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 
 from kvboost_rag.datamodels import ChunkRecord, EntryCheck, StoreEntry
 from kvboost_rag.stores.base import EntryInfo, Store, StoreError, StoreStats
 from kvboost_rag.stores.catalog.erasures import digest_of
-from kvboost_rag.stores.copies import Copies
+from kvboost_rag.stores.copies import Copies, Copy
 from kvboost_rag.stores.maintenance import DELETED, carry_out
 from kvboost_rag.stores.remote.agreements import Claim, Deletion
 from kvboost_rag.stores.remote.backend import RemoteError
@@ -66,8 +67,21 @@ class SharedStore(Store):
         return self._count(entry, reason)
 
     def load(self, key: str) -> tuple[StoreEntry | None, str | None]:
-        entry, reason = self._local.load(key)
-        return (entry, None) if entry is not None else self._or(reason, *self._remote.load(key))
+        with ExitStack() as stack:
+            copy = stack.enter_context(self._copies.copy(key))
+            entry, reason = self._local.load(key)
+            if entry is None:
+                entry, why_not = self._remote.load(key)
+                reason = why_not or reason
+                if entry is not None and not self.is_inherited:
+                    self._writer.submit(self._keep, entry, copy, stack.pop_all())
+        return entry, None if entry is not None else reason
+
+    def _keep(self, entry: StoreEntry, copy: Copy, until: ExitStack) -> None:
+        """Copy what was read ahead into the local store, off the reader's path."""
+        with until, self._lock:
+            if not copy.is_stale:
+                self._local.put(entry)
 
     def put(self, entry: StoreEntry) -> bool:
         with self._copies.change(entry.key):
@@ -205,6 +219,8 @@ class SharedStore(Store):
             return
         with self._changed:
             self._changed.wait_for(lambda: not self._pending and self._writing is None)
+        with suppress(RuntimeError):  # closed already
+            self._writer.submit(lambda: None).result()  # what was read ahead is kept, too
         self._local.flush()
 
     def close(self) -> None:
@@ -256,7 +272,3 @@ class SharedStore(Store):
             if entry is None and reason is not None:
                 self.stats.rejected[reason] += 1
         return entry, None if entry is not None else reason
-
-    @staticmethod
-    def _or(first: str | None, entry: StoreEntry | None, reason: str | None) -> tuple[StoreEntry | None, str | None]:
-        return entry, None if entry is not None else reason or first

@@ -39,6 +39,10 @@ def test_cold_on_one_machine_is_warm_on_another_to_the_bit(tiny_model, tmp_path:
         assert torch.equal(third.logits(PROMPT, repair="none", strict=True), cold)
         assert third.store.tier_stats["remote"].hits == 2
         third.close()
+        offline = KVBoost(tiny_model("llama"), store=tmp_path / "3", encoding=encoding)
+        assert torch.equal(offline.logits(PROMPT, documents=DOCUMENTS, repair="none", strict=True), cold)
+        assert offline.store.stats.hits == 3, "what was shared lies on this machine's disk, too"
+        offline.close()
 
 
 def test_a_shared_store_that_is_gone_costs_the_time_to_compute(tiny_model, tmp_path: Path) -> None:
