@@ -92,7 +92,7 @@ def one_round(loaded: Any, shared: dict[str, str], folder: Path, prompt: RagProm
             assert engine.store.tier_stats["remote"].hits == len(prompt.documents)
     with KVBoost(loaded, store=Tiers(folder / "Valkey", OWN_MEMORY), encoding=ENCODING) as engine:
         found["local disk"] = first_token_ms(engine, prompt, **how)
-        assert engine.store.stats.hits == len(prompt.documents)
+        assert engine.store.stats.hits >= len(prompt.documents), engine.store.tier_stats
         found["memory"] = first_token_ms(engine, prompt, **how)
         found["full prefill"] = first_token_ms(engine, prompt, reuse="off")
     with KVBoost(loaded, store="memory", encoding=ENCODING) as engine:
