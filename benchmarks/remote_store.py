@@ -89,7 +89,7 @@ def one_round(loaded: Any, shared: dict[str, str], folder: Path, prompt: RagProm
         tiers = Tiers(folder / name, OWN_MEMORY, shared=url)
         with KVBoost(loaded, store=tiers, encoding=ENCODING) as engine:
             found[name] = first_token_ms(engine, prompt, **how)
-            assert engine.store.tier_stats["remote"].hits == len(prompt.documents)
+            assert engine.store.tier_stats["remote"].hits >= len(prompt.documents)
     with KVBoost(loaded, store=Tiers(folder / "Valkey", OWN_MEMORY), encoding=ENCODING) as engine:
         found["local disk"] = first_token_ms(engine, prompt, **how)
         assert engine.store.stats.hits >= len(prompt.documents), engine.store.tier_stats
