@@ -2,7 +2,7 @@
 
 usage: python benchmarks/conversations.py [chat] [--turns 10] [--documents 6]
        python benchmarks/conversations.py agent       six steps, each with a tool's result behind it, no known document
-       python benchmarks/conversations.py frameworks  LangChain's and LlamaIndex's RAG chats, tokens only
+       python benchmarks/conversations.py frameworks  LangChain's and LlamaIndex's RAG chats: other documents each turn
 common: [--model bundled:smollm2] [--dtype float32]
 
 `settled`: nobody asks before the last turn is settled. `at once`: the next turn comes before anything was settled.
@@ -138,26 +138,48 @@ def agent(loaded: LoadedModel, args: argparse.Namespace) -> None:
 
 def frameworks(loaded: LoadedModel, args: argparse.Namespace) -> None:
     """RAG chats that put other documents into the system message at each turn."""
-    with engine_of(loaded, ()) as engine:
-        documents = pydoc_documents(engine.tokens, args.documents)
-        engine.warm(documents, neighbours=None)
-        seen: list[Any] = []
-        stream = engine.stream
-
-        def watched(*positional: Any, **options: Any) -> Iterator[Any]:
-            for event in stream(*positional, **options):
-                seen.extend([event.result] if event.result is not None else [])
-                yield event
-
-        engine.stream = watched  # type: ignore[method-assign,assignment] - the frameworks' results say less
-        for name, talk in (("LangChain", _langchain), ("LlamaIndex", _llama_index)):
-            seen.clear()
+    for name, talk in (("LangChain", _langchain), ("LlamaIndex", _llama_index)):
+        with engine_of(loaded, ()) as engine:
+            documents = pydoc_documents(engine.tokens, args.documents)
+            engine.warm(documents, neighbours=None)
+            engine.generate("Are you there?", max_new_tokens=24)  # pays for what a process pays for once
+            watched = Watched(engine)
+            print(f"\n{name}\n\n{Watched.HEAD}", flush=True)
+            engine.stream = watched.stream  # type: ignore[method-assign,assignment] - they ask for their answers there
             talk(engine, documents, args.turns)
-            print(f"\n{name}\n\n| request | prompt | exact | approximate | recomputed | prefilled |")
-            print("|---|---|---|---|---|---|")
-            for n, usage in enumerate((r.usage for r in seen), 1):
-                cells = (usage.exact_tokens, usage.approximate_tokens, usage.recomputed_tokens, usage.prefilled_tokens)
-                print(f"| {n} | {usage.input_tokens:,} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
+
+
+class Watched:
+    """Requests of a framework, each also answered by hand, in one row each."""
+
+    HEAD = (
+        "| request | prompt | exact, approximate, recomputed, prefilled | KL | TTFT by hand / ours | by hand: prefilled"
+        " |\n|---|---|---|---|---|---|"
+    )
+
+    def __init__(self, engine: KVBoost) -> None:
+        self.engine, self.hand, self.count = engine, ByHand(engine), 0
+        self._stream = engine.stream
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
+        """As `KVBoost.stream`."""
+        by_hand_ms, by_hand_new = self.hand.first_token(prompt)
+        result = None
+        for event in self._stream(prompt, **options):
+            result = event.result
+            yield event
+        assert result is not None
+        self.engine.finish_background()  # the model is used by hand below
+        how = {name: options[name] for name in ("settle", "documents") if name in options}
+        kl = float(kl_per_token(self.engine.logits(prompt, reuse="off"), self.engine.logits(prompt, **how))[0])
+        self.count, usage = self.count + 1, result.usage
+        cells = (usage.exact_tokens, usage.approximate_tokens, usage.recomputed_tokens, usage.prefilled_tokens)
+        print(
+            f"| {self.count} | {usage.input_tokens:,} | {', '.join(f'{cell:,}' for cell in cells)} | {kl:.1e} | "
+            f"{by_hand_ms / result.ttft_ms:.2f} | {by_hand_new:,} |",
+            flush=True,
+        )
+        self.hand.absorb([*prompt, {"role": "assistant", "content": result.text}])
 
 
 def _chosen(documents: Sequence[str], turn: int) -> list[str]:

@@ -197,6 +197,8 @@ class Usage:
     """Document tokens whose KV was taken from their chunks as it is."""
     probe_rows: int = 0
     """Rows that repair forwarded only to choose what to recompute, such as the suffix pass of `query`."""
+    accepted_tokens: int = 0
+    """Of `output_tokens`, those that were guessed ahead and accepted: each saved a forward."""
 
 
 @dataclass(frozen=True)

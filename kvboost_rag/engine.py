@@ -35,8 +35,8 @@ class KVBoost(ModelParts):
         config: defaults of every call; keywords of a call beat them.
         encoding: how chunks are encoded and kept.
         metrics: True for Prometheus metrics in prometheus_client's own registry, or a `Metrics`.
-        profile: what calibration found for the model; `auto` reads what `kvboost-rag calibrate` saved, None goes
-            without. Used where neither arguments nor environment say otherwise.
+        profile: what calibration found (`auto`: what is saved); used where no argument or variable says otherwise.
+        params: decoding of calls that give none; its `assistant_model` or lookup also of those that name neither.
 
     Attributes:
         store, metrics, …: the engine's parts; those of `parts.ModelParts` follow the model.
@@ -54,8 +54,9 @@ class KVBoost(ModelParts):
         encoding: EncodingConfig | None = None,
         metrics: Metrics | bool = False,
         profile: ModelProfile | Literal["auto"] | None = "auto",
+        params: GenerationParams | None = None,
     ) -> None:
-        parts = self._parts = build(loaded, Settings(store, config, encoding, metrics, profile))
+        parts = self._parts = build(loaded, Settings(store, config, encoding, metrics, profile, params))
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.config, self.encoding, self.profile = parts.config, parts.encoding, parts.profile
         self.tokens, self.store, self.metrics, self.shadow = parts.tokens, parts.store, parts.metrics, parts.shadow
@@ -106,14 +107,13 @@ class KVBoost(ModelParts):
         return variant.warmer.warm(texts, namespace, neighbours, embeddings, progress, encode)
 
     def register(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
-        """Make documents known without encoding them: each is encoded when it first stands in a prompt. Returns how
-        many of them are known now; those that cannot be chunks (empty, too long) are passed over."""
+        """Make documents known: each is encoded when it first stands in a prompt. Returns how many are known now; those
+        that cannot be chunks (empty, too long) are passed over."""
         texts, namespace = document_texts(documents), self.config.namespace_or_own(namespace)
         return self.registry.register_all(texts, namespace) if self.probe.reusable else 0
 
     def prefetch(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
-        """Say that documents will stand in a prompt soon: their stored KV is read into memory in the background.
-        Returns at once how many of them are known; computes nothing."""
+        """Read documents' stored KV into memory in the background; returns at once how many are known."""
         return self.fetcher.prefetch(document_texts(documents), self.config.namespace_or_own(namespace))
 
     def generate(self, prompt: str | Messages, **options: Any) -> GenerationResult:
@@ -164,8 +164,8 @@ class KVBoost(ModelParts):
         """What the model runs on where that is not a profile it passed; None if that was said already."""
         return self._parts.service.notice.take()
 
-    def session(self, messages: Messages = (), **options: Any) -> Session:
-        """A conversation whose turns reuse what the turns before them left; options as in `stream`."""
+    def session(self, messages: Messages | str = (), **options: Any) -> Session:
+        """A conversation (messages or plain text) whose turns reuse what those before left; options as in `stream`."""
         return Session(self.stream, messages, **options)
 
     def evict(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from kvboost_rag.chunks.donors import Donors
 from kvboost_rag.chunks.fetcher import ChunkFetcher
 from kvboost_rag.chunks.registry import ChunkRegistry
-from kvboost_rag.config import ConfigError, EncodingConfig, ReuseConfig
+from kvboost_rag.config import ConfigError, EncodingConfig, GenerationParams, ReuseConfig
 from kvboost_rag.encode.encoder import has_experts
 from kvboost_rag.forward.probe import ProbeReport
 from kvboost_rag.indexing.index import DocumentIndex
@@ -30,6 +30,7 @@ from kvboost_rag.repair import strategy_named
 from kvboost_rag.serving.afterwards import Afterwards
 from kvboost_rag.serving.batch import Batch
 from kvboost_rag.serving.decode import Decoder
+from kvboost_rag.serving.drafting import Drafting
 from kvboost_rag.serving.faults import Faults
 from kvboost_rag.serving.limits import batch_tokens
 from kvboost_rag.serving.requests import RequestMaker
@@ -52,6 +53,7 @@ class Settings:
     encoding: EncodingConfig | None = None
     metrics: Metrics | bool = False
     profile: ModelProfile | Literal["auto"] | None = "auto"
+    params: GenerationParams | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def build(loaded: LoadedModel, settings: Settings) -> Parts:
     )
     shadow = Shadow(loaded.name, lambda: worker.is_idle, partial(_record_shadow, metrics))
     later = IdleJobs(f"kvboost-later-{loaded.name}", lambda: worker.is_idle)
-    requests = RequestMaker(config, calibrated, shadow)
+    requests = RequestMaker(config, calibrated, shadow, Drafting(loaded.model, tokens, settings.params))
     store = open_store(settings.store, device=str(input_device(loaded.model)))
     metrics.watch(store)
     decoder, faults = Decoder(loaded.model, tokens, loaded.eos_token_ids), Faults()

@@ -14,7 +14,7 @@ from corpus_texts import document, prompt
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import ConfigError, ReuseConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
-from kvboost_rag.serving.decode import ContextOverflowError
+from kvboost_rag.serving.limits import ContextOverflowError
 from kvboost_rag.stores import StoreError
 
 DOCUMENTS = [document(n) for n in range(3)]

@@ -14,7 +14,7 @@ from kvboost_rag.adapters.registry import EngineSpec
 from kvboost_rag.config import EncodingConfig
 from langchain_kvboost.identity import is_held
 
-_SHARED = ("tokenizer", "store")
+_SHARED = ("tokenizer", "store", "assistant_model")
 """Fields that may hold objects which copies share."""
 
 
@@ -73,6 +73,10 @@ class KVBoostFields(BaseModel):
     seed: int | None = None
     stop: list[str] | str | None = Field(default=None, validation_alias=AliasChoices("stop", "stop_sequences"))
     """Strings at whose first occurrence an answer ends; they are not part of it."""
+    prompt_lookup_num_tokens: int | None = Field(default=None, ge=0)
+    """So many tokens that followed the same words in the prompt are guessed and checked in one forward."""
+    assistant_model: Any = Field(default=None, exclude=True, repr=False)
+    """A smaller model that guesses tokens ahead: loaded, or a name as for `model`. Answers stay the same."""
 
     _spec: EngineSpec = PrivateAttr()
 
@@ -81,13 +85,14 @@ class KVBoostFields(BaseModel):
         super().model_post_init(context)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy that shares tokenizer and store."""
+        """A copy that shares tokenizer, store and assistant."""
         memo = {} if memo is None else memo
-        memo |= {id(shared): shared for shared in (self.tokenizer, self.store)}
+        memo |= {id(shared): shared for shared in (getattr(self, name) for name in _SHARED)}
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[Any, Any]:
-        """Tokenizer and store objects (whose locks cannot be pickled) are left to the spec, which finds them again."""
+        """Objects (locks cannot be pickled, weights should not) are left out; the spec finds tokenizer and store again,
+        without its assistant a model gives the same answers."""
         state = super().__getstate__()
         objects = [name for name in _SHARED if getattr(self, name) is not None and is_held(getattr(self, name))]
         fields = {name: value for name, value in state["__dict__"].items() if name not in objects}
@@ -96,7 +101,7 @@ class KVBoostFields(BaseModel):
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """The inverse; in another process a store is not found again."""
         super().__setstate__(state)
-        found = {"tokenizer": self._spec.load.get("tokenizer"), "store": self._spec.store}
+        found = {"tokenizer": self._spec.load.get("tokenizer"), "store": self._spec.store, "assistant_model": None}
         for name in _SHARED:
             self.__dict__.setdefault(name, found[name])
 
@@ -147,6 +152,9 @@ def pipeline_arguments(source: Any) -> dict[str, Any]:
         raise TypeError(f"expected a transformers text-generation pipeline, got {type(source).__name__}")
     # Where transformers keeps them differs from version to version.
     settings = {**(getattr(source, "_forward_params", None) or {}), **(getattr(source, "_generate_kwargs", None) or {})}
+    if (assistant := getattr(source, "assistant_model", None)) is not None:
+        settings["assistant_model"] = assistant
+        settings.pop("assistant_tokenizer", None)  # an assistant of other words is refused anyway
     return {"model": source.model, "tokenizer": source.tokenizer, "pipeline_kwargs": settings or None}
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _REUSE = ("reuse", "repair", "recompute_ratio", "settle", "adapter", "namespace", "strict")
 _DECODING = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
+_DRAFTS = ("prompt_lookup_num_tokens", "assistant_model")
 _NOT_FOR_DECODING = (
     "tool_choice",
     "parallel_tool_calls",
@@ -133,9 +134,10 @@ class KVBoostParameters(KVBoostFields):
             "dtype": plain(self.dtype),
             "encoding": plain(self.encoding),
             "model_kwargs": plain({k: v for k, v in (self.model_kwargs or {}).items() if k != "token"}),
-            "pipeline_kwargs": plain(self.pipeline_kwargs),
+            "pipeline_kwargs": plain({k: _named(v) for k, v in (self.pipeline_kwargs or {}).items()} or None),
             "neighbours": self.neighbours,
             **{name: getattr(self, name) for name in (*_REUSE, *_DECODING)},
+            **{name: plain(_named(getattr(self, name))) for name in _DRAFTS},
         }
 
     def _ls_params(self, kind: str, stop: list[str] | None, kwargs: Mapping[str, Any]) -> LangSmithParams:
@@ -164,7 +166,7 @@ class KVBoostParameters(KVBoostFields):
     @property
     def _own_decoding(self) -> dict[str, Any]:
         """Generation keywords of the object; fields beat `pipeline_kwargs`."""
-        own = {name: getattr(self, name) for name in _DECODING}
+        own = {name: getattr(self, name) for name in (*_DECODING, *_DRAFTS)}
         return {**(self.pipeline_kwargs or {}), **_set(own)}
 
     def _generation_params(self, stop: Sequence[str] | None, call: Mapping[str, Any]) -> GenerationParams:
@@ -187,7 +189,7 @@ class KVBoostParameters(KVBoostFields):
         Raises:
             ContextOverflowError: of LangChain, whose middleware understands it.
         """
-        from kvboost_rag.serving.decode import ContextOverflowError as Overflow
+        from kvboost_rag.serving.limits import ContextOverflowError as Overflow
 
         call = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DECODING}
         if (wanted := call.pop("model", None)) not in (None, self.model_name):
@@ -211,6 +213,11 @@ class KVBoostParameters(KVBoostFields):
         """Token ids of `text` under the model's own tokenizer, special tokens not added."""
         engine, namespace = self.engine, self._reuse_config().get("namespace")
         return list(engine.registry.text_ids(text, engine.config.namespace_or_own(namespace)))
+
+
+def _named(value: Any) -> Any:
+    """A loaded model by its name: weights have no place in a cache key."""
+    return name_of(value) if hasattr(value, "generate") else value
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def summary(result: GenerationResult) -> dict[str, Any]:
         "probe_rows": usage.probe_rows,
         "prefilled_tokens": usage.prefilled_tokens,
         "created_tokens": usage.created_tokens,
+        "accepted_tokens": usage.accepted_tokens,
         "repair": result.repair.strategy,
         "recompute_ratio": result.repair.recompute_ratio,
         "ttft_ms": result.ttft_ms,

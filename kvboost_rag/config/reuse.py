@@ -58,6 +58,8 @@ class ReuseConfig:
             the model stands. Each has KV of its own.
         settle: True: the prompt is a turn of a conversation. It is recomputed exactly while nobody waits, and the turns
             that follow are served from exact KV of all that was said. None: on in sessions and chat classes, else off.
+        settle_rows: with `settle`, begin while the answer is decoded: so many rows for each of its tokens, as long as
+            nobody waits, in whole blocks; default 0: after the answer.
         namespace: whose chunks are found (a customer's, say). Enters every key; never taken from prompt text.
         strict: raise on a fault in reuse instead of falling back to plain prefill.
         shadow_rate: share of the requests served with `blend`, 0…1, that are compared with full prefill afterwards
@@ -79,6 +81,7 @@ class ReuseConfig:
     donors: bool | None = None
     adapter: str | tuple[str, ...] | None = None
     settle: bool | None = None
+    settle_rows: int | None = None
     namespace: str = ""
     strict: bool = False
     shadow_rate: float = 0.0
@@ -99,6 +102,8 @@ class ReuseConfig:
             check_count("top_k", self.top_k, 0, "rows per chunk")
         if self.full_below is not None:
             check_count("full_below", self.full_below, 0, "tokens")
+        if self.settle_rows is not None:
+            check_count("settle_rows", self.settle_rows, 0, "rows per token")
         object.__setattr__(self, "adapter", check_adapter(self.adapter))
         for name in ("donors", "settle"):
             if getattr(self, name) is not None:
@@ -162,8 +167,7 @@ class ReuseConfig:
         default = calibrated or CalibratedDefaults()
         repair = from_env.repair or default.repair
         own = from_env.repair is None
-        fallback_ratio = default.recompute_ratio if own else CalibratedDefaults.recompute_ratio
-        ratio = fallback_ratio if self.recompute_ratio is None else self.recompute_ratio
+        ratio = self._ratio(default if own else CalibratedDefaults())
         cap = self.max_recompute_ratio
         return ResolvedConfig(
             reuse="off" if env_flag(env, "KVBOOST_DISABLE") else self.reuse or default.reuse,
@@ -183,8 +187,12 @@ class ReuseConfig:
             disk_load=self.disk_load,
             donors=env_flag(env, "KVBOOST_DONORS") if self.donors is None else self.donors,
             settle=bool(self.settle),
+            settle_rows=self.settle_rows or 0,
             repair_options=default.repair_options if own else {},
         )
+
+    def _ratio(self, default: CalibratedDefaults) -> float:
+        return default.recompute_ratio if self.recompute_ratio is None else self.recompute_ratio
 
     def _full_below(self, env_value: int | None, repair: str) -> int:
         """Not where somebody said how many rows there should be."""
@@ -225,4 +233,5 @@ class ResolvedConfig:
     disk_load: DiskLoad = "measured"
     donors: bool = False
     settle: bool = False
+    settle_rows: int = 0
     repair_options: Mapping[str, Any] = field(default_factory=dict)

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvboost_rag.kv.buffer import KVBuffer
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
+
+_OUTPUT_CACHE = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
+"""What transformers calls it: since 5.24 `cache`."""
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -49,6 +54,12 @@ def output_cache(output: Any) -> Any:
     """The cache in a model output, under either name."""
     cache = getattr(output, "cache", None)
     return cache if cache is not None else getattr(output, "past_key_values", None)
+
+
+def causal_output(logits: torch.Tensor, cache: Any) -> CausalLMOutputWithPast:
+    """What a model's forward returns, for logits `[batch_size, num_rows, vocab_size]`."""
+    caches: dict[str, Any] = {_OUTPUT_CACHE: cache}
+    return CausalLMOutputWithPast(logits=logits, **caches)
 
 
 def full_length_cache() -> DynamicCache:
@@ -88,6 +99,7 @@ class BufferLayer(CacheLayerMixin):
     """One layer of a `BufferCache`."""
 
     is_sliding = False
+    is_croppable = True
 
     def __init__(self, owner: BufferCache, index: int) -> None:
         super().__init__()
@@ -132,6 +144,13 @@ class BufferCache(Cache):
         self._rows: torch.Tensor | None = None
         self._row_length = 0
         self._in_layers = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions, such as those of a draft that was rejected; a positive number
+        is the length that is left (what older transformers ask for).
+        """
+        left = self.buffer.length + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
+        self.buffer.length = min(self.buffer.length, left)
 
     @property
     def in_row_pass(self) -> bool:

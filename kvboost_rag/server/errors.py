@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from kvboost_rag.config import ConfigError
-from kvboost_rag.serving.decode import ContextOverflowError
+from kvboost_rag.serving.limits import ContextOverflowError
 
 logger = logging.getLogger(__name__)
 

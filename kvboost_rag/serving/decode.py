@@ -4,51 +4,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 from kvboost_rag.chunks.served import ServedPrompt
 from kvboost_rag.config import GenerationParams
 from kvboost_rag.forward.row_forward import RowPass, RowPlan, observe_rows, row_forward, row_pass
 from kvboost_rag.models.hf_cache import BufferCache, cache_argument
 from kvboost_rag.models.unwrap import input_device
-from kvboost_rag.prompt.detokenize import Detokenizer, StopMatcher
 from kvboost_rag.prompt.tokens import PromptTokens
 from kvboost_rag.serving.callers import blaming_callers, callables
-from kvboost_rag.serving.generation_settings import call_settings, only_these, replaced_settings
+from kvboost_rag.serving.drafted_forward import continuing
+from kvboost_rag.serving.generation_settings import CallSettings, call_settings, only_these, replaced_settings
 from kvboost_rag.serving.lanes import PREFILL_CHUNK, breathe, is_crowded, stepping
+from kvboost_rag.serving.watch import Decoded, Endings, Watch
 
 logger = logging.getLogger(__name__)
-
-
-class ContextOverflowError(ValueError):
-    """The prompt leaves no room for an answer.
-
-    Attributes:
-        prompt_tokens, context_tokens: what was asked for and what the model takes.
-    """
-
-    def __init__(self, prompt_tokens: int, context_tokens: int) -> None:
-        super().__init__(
-            f"the prompt has {prompt_tokens} tokens and the model's context holds {context_tokens}, answer included: "
-            "use fewer or shorter documents, or a model with a longer context"
-        )
-        self.prompt_tokens = prompt_tokens
-        self.context_tokens = context_tokens
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """A finished answer; `finish_reason` is `stop` (end token or stop string), `length` or `cancelled`."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
 
 
 def prompt_tensor(model: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
@@ -84,29 +59,37 @@ class Decoder:
         Returns:
             The answer, and the positions that were computed to the end, `[num_rows]`; None without a repair plan.
         """
-        settings = call_settings(self.model, params, self._end_ids(params))
-        watch = _Watch(self.tokens, settings.stop, self._end_ids(params), (on_text, on_token), cancelled)
-        criteria = StoppingCriteriaList([watch, *settings.criteria])
-        model = stepping(self.model)
-        if prompt.plan is None and not prompt.exact_tokens and is_crowded():
-            settings.config.prefill_chunk_size = PREFILL_CHUNK
-        kwargs = settings.objects | {"generation_config": settings.config, "stopping_criteria": criteria}
+        settings = self._settings(prompt, params)
+        ids = prompt_tensor(self.model, prompt.token_ids)
+        endings = Endings(settings.stop, frozenset(self._end_ids(params)), settings.criteria, cancelled)
+        watch = Watch(self.tokens, endings, len(ids), on_text, on_token)
+        kwargs = settings.objects | {
+            "generation_config": settings.config,
+            "stopping_criteria": StoppingCriteriaList([watch]),
+        }
         if prompt.cache is not None:
             kwargs[cache_argument(self.model)] = prompt.cache
-        ids = prompt_tensor(self.model, prompt.token_ids)
         own = (*settings.criteria, *callables(settings.objects))
         earlier, last = self._begin_rows(prompt, ids)
         with (
-            self._final_pass(prompt, ids, last) as final,
+            self._started(prompt, ids, last, settings.drafts) as (model, final),
             _seeded(params.seed, input_device(self.model)),
             only_these(model, settings.config),
             blaming_callers(self.model, own),
         ):
             model.generate(ids[None], attention_mask=torch.ones_like(ids)[None], **kwargs)
-        if prompt.cache is None or final is None:
+        if prompt.cache is None or not final:
             return watch.finish(params.max_new_tokens), None
         prompt.cache.count_rows(sum(map(len, earlier)))
-        return watch.finish(params.max_new_tokens), torch.cat([*earlier, final.rows])
+        return watch.finish(params.max_new_tokens), torch.cat([*earlier, final[0].rows])
+
+    def _settings(self, prompt: ServedPrompt, params: GenerationParams) -> CallSettings:
+        """Of one call; a plain prefill goes in pieces where others wait for it."""
+        length = len(prompt.token_ids) + params.max_new_tokens
+        settings = call_settings(self.model, params, self._end_ids(params), length)
+        if prompt.plan is None and not prompt.exact_tokens and is_crowded() and not settings.drafts:
+            settings.config.prefill_chunk_size = PREFILL_CHUNK
+        return settings
 
     @torch.no_grad()
     def score(self, prompt: ServedPrompt, continuation: Sequence[int]) -> torch.Tensor:
@@ -148,69 +131,35 @@ class Decoder:
             breathe(len(rows))
         return earlier, RowPlan(last)
 
-    def _final_pass(
-        self, prompt: ServedPrompt, ids: torch.Tensor, plan: RowPlan | None
-    ) -> AbstractContextManager[RowPass | None]:
-        """Makes `generate`'s first forward the partial one, so that no forward is spent on getting started."""
+    @contextmanager
+    def _started(
+        self, prompt: ServedPrompt, ids: torch.Tensor, plan: RowPlan | None, drafts: bool
+    ) -> Iterator[tuple[PreTrainedModel, list[RowPass]]]:
+        """The model for `generate`, whose first forward is the partial one, so that no forward is spent on getting
+        started; and that pass, if there is one, once it began.
+        """
+        model = stepping(self.model)
+        passes: list[RowPass] = []
         if prompt.cache is None or plan is None:
-            return nullcontext()
+            yield continuing(model) if drafts and prompt.cache is not None else model, passes
+            return
         prompt.cache.buffer.length = len(ids) - 1
-        return row_pass(self.model, prompt.cache, ids, plan)
+        final_pass = row_pass(self.model, prompt.cache, ids, plan)
+
+        def prompt_logits() -> torch.Tensor:
+            with final_pass as state:
+                passes.append(state)
+                logits: torch.Tensor = model(input_ids=ids[-1:][None], use_cache=True).logits[:, -1:]
+                return logits
+
+        if drafts:
+            yield continuing(model, prompt_logits), passes
+        else:
+            with final_pass as state:
+                yield model, [state]
 
     def _end_ids(self, params: GenerationParams) -> tuple[int, ...]:
         return tuple(dict.fromkeys((*self.eos_token_ids, *params.stop_token_ids)))
-
-
-class _Watch(StoppingCriteria):  # type: ignore[misc]
-    """Sees every new token: turns it into text, and says when to stop."""
-
-    def __init__(
-        self,
-        tokens: PromptTokens,
-        stop: tuple[str, ...],
-        eos_token_ids: tuple[int, ...],
-        callbacks: tuple[Callable[[str], None], Callable[[], None]],
-        cancelled: threading.Event,
-    ) -> None:
-        self._text = Detokenizer(tokens)
-        self._stops = StopMatcher(stop)
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._on_text, self._on_token = callbacks
-        self._cancelled = cancelled
-        self._token_ids: list[int] = []
-        self._pieces: list[str] = []
-        self._reason: str | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if self._reason is None:
-            self._accept(int(input_ids[0, -1]))
-        return torch.full((1,), self._reason is not None, device=input_ids.device)
-
-    def _accept(self, token: int) -> None:
-        self._token_ids.append(token)
-        if token in self._eos_token_ids:
-            self._reason = "stop"
-        else:
-            self._emit(self._stops.push(self._text.push(token)))
-            if self._stops.matched:
-                self._reason = "stop"
-        self._on_token()
-        if self._reason is None and self._cancelled.is_set():
-            self._reason = "cancelled"
-
-    def _emit(self, text: str) -> None:
-        if text:
-            self._pieces.append(text)
-            self._on_text(text)
-
-    def finish(self, max_new_tokens: int) -> Decoded:
-        """Release what was held back and say how it ended."""
-        self._emit(self._stops.push(self._text.flush()))
-        self._emit(self._stops.flush())
-        # Whoever ended it early without our saying so was a stopping criterion of the caller.
-        unsaid = "length" if len(self._token_ids) >= max_new_tokens else "stop"
-        reason = "stop" if self._stops.matched else self._reason or unsaid
-        return Decoded("".join(self._pieces), tuple(self._token_ids), reason)
 
 
 class _seeded:  # noqa: N801 - reads as a context manager function

@@ -14,6 +14,8 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvboost_rag.config import ConfigError, GenerationParams
+from kvboost_rag.serving.drafting import OF_ASSISTANT, as_told, can_check, drafts_leave_nothing
+from kvboost_rag.serving.limits import context_tokens
 
 HONOURED = frozenset(
     (
@@ -22,6 +24,7 @@ HONOURED = frozenset(
         *("encoder_no_repeat_ngram_size", "bad_words_ids", "renormalize_logits", "forced_bos_token_id"),
         *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
         *("begin_suppress_tokens", "sequence_bias", "guidance_scale", "watermarking_config"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", *OF_ASSISTANT),
     )
 )
 """Handed to transformers as they are, from the model's own config or from a call."""
@@ -31,11 +34,10 @@ DECIDED = frozenset(
         *("max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "stop_strings"),
         # nobody sees what they would give
         *("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
-        # means nothing to a decoder-only model with a prompt, or without beams and a draft
+        # means nothing to a decoder-only model with a prompt, without beams, with one tokenizer
         *("bos_token_id", "decoder_start_token_id", "early_stopping", "length_penalty", "diversity_penalty"),
-        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-        *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
-        *("speculation_type", "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory"),
+        *("assistant_lookbehind", "target_lookbehind", "cache_config", "max_cache_len", "compile_config"),
+        *("disable_compile", "low_memory"),
         *("continuous_batching_config", "transformers_version", "_from_model_config"),
     )
 )
@@ -44,7 +46,7 @@ DECIDED = frozenset(
 OWN_CACHE = "the answer is always decoded with the cache that the prompt was assembled in"
 ONE_ANSWER = "one answer a call and no beam search"
 NO_STRATEGY = "only greedy decoding and sampling go on from an assembled cache"
-NO_DRAFT = "tokens are not guessed ahead"
+OTHER_DRAFTS = "tokens are guessed ahead by the prompt (prompt_lookup_num_tokens) or by an assistant_model"
 UNAVAILABLE: dict[str, tuple[Any, str]] = {
     "use_cache": (True, OWN_CACHE),
     "cache_implementation": (None, OWN_CACHE),
@@ -56,10 +58,11 @@ UNAVAILABLE: dict[str, tuple[Any, str]] = {
     "force_words_ids": (None, NO_STRATEGY),
     "penalty_alpha": (None, NO_STRATEGY),
     "dola_layers": (None, NO_STRATEGY),
-    "use_mtp": (None, NO_DRAFT),
-    "is_assistant": (None, NO_DRAFT),
-    "prompt_lookup_num_tokens": (None, NO_DRAFT),
-    "assistant_early_exit": (None, NO_DRAFT),
+    "use_mtp": (None, OTHER_DRAFTS),
+    "is_assistant": (None, OTHER_DRAFTS),
+    "speculation_type": (None, OTHER_DRAFTS),
+    "assistant_ensemble_weight": (None, "only the model decides about guessed tokens"),
+    "assistant_early_exit": (None, OTHER_DRAFTS),
     "token_healing": (None, "the prompt's tokens are those of the tokenizer on its text"),
 }
 """The value that always holds, and why: another one in a model's config is replaced, in a call refused."""
@@ -72,13 +75,19 @@ class CallSettings:
     Attributes:
         config: for transformers.
         stop: strings that end the answer.
-        objects: arguments of `generate` beside its config: processors, a function, criteria.
+        objects: arguments of `generate` beside its config: processors, a function, an assistant.
+        criteria: the caller's own.
     """
 
     config: GenerationConfig
     stop: tuple[str, ...]
     objects: dict[str, Any]
     criteria: tuple[Any, ...]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are guessed ahead."""
+        return "assistant_model" in self.objects or self.config.prompt_lookup_num_tokens is not None
 
 
 def replaced_settings(config: GenerationConfig | None) -> list[str]:
@@ -87,11 +96,14 @@ def replaced_settings(config: GenerationConfig | None) -> list[str]:
     return [f"{name}={value!r}: {why}" for name, (value, why) in _others(asked).items()]
 
 
-def call_settings(model: PreTrainedModel, params: GenerationParams, end_ids: Sequence[int]) -> CallSettings:
+def call_settings(
+    model: PreTrainedModel, params: GenerationParams, end_ids: Sequence[int], length: int = 0
+) -> CallSettings:
     """The settings of a call: the model's generation config with those of the call on top.
 
     Args:
         end_ids: tokens that end the answer.
+        length: of prompt and answer, in tokens; an assistant whose context is shorter is left out.
 
     Raises:
         ConfigError: a parameter that nobody knows, or that is not to be had here.
@@ -107,6 +119,7 @@ def call_settings(model: PreTrainedModel, params: GenerationParams, end_ids: Seq
     settings = {name: value for name, (value, _) in UNAVAILABLE.items() if hasattr(config, name)}
     given = {k: v for k, v in extra.items() if k not in UNAVAILABLE}
     config.update(**settings | _decided(config, params, end_ids) | given)
+    objects |= _drafts(model, config, params, objects, length)
     return CallSettings(config, tuple(dict.fromkeys(stop)), objects, criteria)
 
 
@@ -147,9 +160,22 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "num_beam_groups": (1,),
     "penalty_alpha": (0, 0.0),
     "cache_implementation": ("dynamic",),
-    "prompt_lookup_num_tokens": (0,),
 }
 """Values that ask for nothing special."""
+
+
+def _drafts(
+    model: PreTrainedModel, config: GenerationConfig, params: GenerationParams, objects: dict[str, Any], length: int
+) -> dict[str, Any]:
+    """What guesses tokens ahead, if anything: set in the config, or an argument for `generate`."""
+    lookup, assistant = params.prompt_lookup_num_tokens, params.assistant_model
+    if lookup is None and assistant is None:
+        lookup = config.prompt_lookup_num_tokens
+    if not can_check(model) or not drafts_leave_nothing(config, objects):
+        lookup = assistant = None
+    config.prompt_lookup_num_tokens = lookup or None
+    room = assistant is not None and (context_tokens(assistant) or length) >= length
+    return {"assistant_model": as_told(assistant, config)} if room else {}
 
 
 def _decided(config: GenerationConfig, params: GenerationParams, end_ids: Sequence[int]) -> dict[str, Any]:

@@ -14,6 +14,28 @@ MERGING_TOKENS = 2
 """Tokens at the end of a turn that may become others when the conversation goes on."""
 
 
+class Transcript(str):
+    """A prompt of plain text that goes on after what was said before, as in a session.
+
+    Attributes:
+        said: how many characters were said before.
+    """
+
+    __slots__ = ("said",)
+    said: int
+
+    def __new__(cls, text: str, said: int) -> Transcript:
+        """`text` with what was said before."""
+        made = super().__new__(cls, text)
+        made.said = said
+        return made
+
+
+def has_past(prompt: str | Messages) -> bool:
+    """Whether something was said before: a text says so itself, messages by an answer among them."""
+    return getattr(prompt, "said", 0) > 0 if isinstance(prompt, str) else bool(past(prompt))
+
+
 def past(prompt: str | Messages) -> Sequence[Mapping[str, Any]]:
     """Messages up to and with the last of the assistant; none of them for a first turn, or for text."""
     if isinstance(prompt, str):
@@ -41,13 +63,16 @@ def token_ids(registry: ChunkRegistry, request: Request) -> tuple[int, ...]:
 
 
 def past_tokens(registry: ChunkRegistry, request: Request, ids: Sequence[int]) -> int:
-    """How many of a prompt's `ids` were there before its last answer ended; 0 for a first turn, or for text."""
-    messages = past(request.prompt)
-    if not messages:
+    """How many of a prompt's `ids` were there before its last answer ended; 0 for a first turn."""
+    if not has_past(request.prompt):
         return 0
-    template = request.template | {"add_generation_prompt": False}
+    if isinstance(request.prompt, Transcript):
+        before = replace(request, prompt=str(request.prompt)[: request.prompt.said])
+    else:
+        template = request.template | {"add_generation_prompt": False}
+        before = replace(request, prompt=past(request.prompt), template=template)
     try:
-        earlier = token_ids(registry, replace(request, prompt=messages, template=template))
+        earlier = token_ids(registry, before)
     except ValueError:  # a template that wants a user to speak last
         return 0
     return common_beginning(earlier, ids)

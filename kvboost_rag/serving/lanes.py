@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +19,10 @@ from greenlet import getcurrent, greenlet
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvboost_rag.models.hf_cache import BufferCache, cache_argument
+from kvboost_rag.models.hf_cache import BufferCache, cache_argument, causal_output
 
 PREFILL_CHUNK = 512
 """Rows (tokens of a prefill, of a repair) that one forward computes at most while others wait."""
-
-_OUTPUT_CACHE = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
-"""What transformers calls it: since 5.24 `cache`."""
 
 _PLAIN = frozenset({"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep"})
 
@@ -52,8 +49,7 @@ class Step:
 
     def output(self, logits: torch.Tensor) -> CausalLMOutputWithPast:
         """What the forward would have returned, for logits `[vocab_size]`."""
-        caches: dict[str, Any] = {_OUTPUT_CACHE: self.cache}
-        return CausalLMOutputWithPast(logits=logits[None, None], **caches)
+        return causal_output(logits[None, None], self.cache)
 
 
 class Lane:

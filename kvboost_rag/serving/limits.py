@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvboost_rag.serving.decode import ContextOverflowError
 from kvboost_rag.stores.budget import UNLIMITED, host_memory_bytes
 
 if TYPE_CHECKING:
@@ -12,6 +11,22 @@ if TYPE_CHECKING:
 
     from kvboost_rag.config import GenerationParams
     from kvboost_rag.forward.probe import ProbeReport
+
+
+class ContextOverflowError(ValueError):
+    """The prompt leaves no room for an answer.
+
+    Attributes:
+        prompt_tokens, context_tokens: what was asked for and what the model takes.
+    """
+
+    def __init__(self, prompt_tokens: int, context_tokens: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and the model's context holds {context_tokens}, answer included: "
+            "use fewer or shorter documents, or a model with a longer context"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
 
 
 def context_tokens(model: PreTrainedModel) -> int | None:

@@ -27,7 +27,7 @@ from kvboost_rag.repair import RepairContext
 from kvboost_rag.repair.agreed import agreed
 from kvboost_rag.repair.base import least_ratio
 from kvboost_rag.serving.decode import prompt_tensor
-from kvboost_rag.serving.history import MERGING_TOKENS, past, past_tokens
+from kvboost_rag.serving.history import MERGING_TOKENS, has_past, past_tokens
 from kvboost_rag.serving.lanes import breathe
 from kvboost_rag.serving.requests import Request
 
@@ -109,7 +109,7 @@ class Pipeline(PlainPrefill):
         Returns:
             The prompt, and how many tokens of earlier turns it begins with; 0 where those are not exact.
         """
-        if not (request.config.settle and past(request.prompt)):
+        if not (request.config.settle and has_past(request.prompt)):
             return prompt, 0
         before = past_tokens(self.fetcher.registry, request, prompt.token_ids)
         if prompt.documents:

@@ -10,7 +10,7 @@ from kvboost_rag.chunks.fetched import FetchedChunk
 from kvboost_rag.chunks.served import ServedPrompt, ServedSegment
 from kvboost_rag.datamodels import GenerationResult, HitKind, RepairReport, SegmentReport, Usage
 from kvboost_rag.observe.timing import StageClock
-from kvboost_rag.serving.decode import Decoded
+from kvboost_rag.serving.watch import Decoded
 
 
 def build_result(
@@ -27,7 +27,7 @@ def build_result(
         text=decoded.text,
         token_ids=decoded.token_ids,
         finish_reason=decoded.finish_reason,
-        usage=_usage(prompt, len(recomputed), len(decoded.token_ids)),
+        usage=_usage(prompt, len(recomputed), decoded),
         reuse=prompt.reuse,
         segments=_segments(prompt, recomputed, deviations or ()),
         repair=_repair(prompt, recomputed, deviations),
@@ -46,7 +46,7 @@ def _recomputed_rows(prompt: ServedPrompt, rows: torch.Tensor | None) -> tuple[i
     return tuple(row for row in rows.tolist() if any(a <= row < b for a, b in spans))
 
 
-def _usage(prompt: ServedPrompt, num_recomputed: int, num_output: int) -> Usage:
+def _usage(prompt: ServedPrompt, num_recomputed: int, decoded: Decoded) -> Usage:
     total, plan = len(prompt.token_ids), prompt.plan
     approximate = 0 if plan is None else prompt.num_document_tokens - num_recomputed
     cached = prompt.exact_tokens + approximate
@@ -56,10 +56,11 @@ def _usage(prompt: ServedPrompt, num_recomputed: int, num_output: int) -> Usage:
         recomputed_tokens=num_recomputed,
         prefilled_tokens=total - cached - num_recomputed,
         created_tokens=prompt.created_tokens,
-        output_tokens=num_output,
+        output_tokens=len(decoded.token_ids),
         exact_tokens=prompt.exact_tokens,
         approximate_tokens=approximate,
         probe_rows=0 if plan is None else plan.probe_rows,
+        accepted_tokens=decoded.accepted_tokens,
     )
 
 

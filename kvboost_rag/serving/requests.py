@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvboost_rag.chunks.lookup import Messages, document_texts
 from kvboost_rag.config import CalibratedDefaults, GenerationParams, ResolvedConfig, ReuseConfig
+from kvboost_rag.config.generation import DRAFTS
 from kvboost_rag.models.ranks import Ranks
 from kvboost_rag.observe.shadow import Shadow
 from kvboost_rag.repair import RepairStrategy, strategy_named
+from kvboost_rag.serving.drafting import Drafting
 
-_DECODING = ("max_new_tokens", "do_sample", "temperature", "top_p", "repetition_penalty", "seed", "stop")
+_DECODING = ("max_new_tokens", "do_sample", "temperature", "top_p", "repetition_penalty", "seed", "stop", *DRAFTS)
 """Fields of `GenerationParams` that a call may name itself; its `top_k` is a setting of reuse."""
 
 
@@ -56,8 +58,10 @@ class RequestMaker:
         ConfigError: the engine's own settings name a strategy that there is not.
     """
 
-    def __init__(self, config: ReuseConfig, calibrated: CalibratedDefaults | None, shadow: Shadow) -> None:
-        self._config = config
+    def __init__(
+        self, config: ReuseConfig, calibrated: CalibratedDefaults | None, shadow: Shadow, drafting: Drafting
+    ) -> None:
+        self._config, self._drafting = config, drafting
         self._calibrated = calibrated
         self._shadow = shadow
         if config.repair is not None:
@@ -79,7 +83,9 @@ class RequestMaker:
         """
         started = time.perf_counter()
         decoding = {name: config.pop(name) for name in _DECODING if name in config}
-        params = replace(params or GenerationParams(), **{k: v for k, v in decoding.items() if v is not None})
+        if decoding := {name: value for name, value in decoding.items() if value is not None}:
+            params = replace(_undrafted(params or self._drafting.defaults, decoding), **decoding)
+        params = self._drafting.for_call(params)
         resolved, strategy = self._resolve(repair, config)
         return Request(prompt, document_texts(documents), params, resolved, strategy, template or {}, started)
 
@@ -93,3 +99,8 @@ class RequestMaker:
         if self._shadow.tripped and resolved.reuse == "blend":
             resolved = replace(resolved, reuse="exact")
         return resolved, own or strategy_named(resolved.repair, resolved.repair_options)
+
+
+def _undrafted(params: GenerationParams, named: Mapping[str, Any]) -> GenerationParams:
+    """Without what guesses ahead, where a call names something else that does."""
+    return replace(params, prompt_lookup_num_tokens=None, assistant_model=None) if named.keys() & DRAFTS else params

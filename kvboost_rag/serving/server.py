@@ -36,7 +36,20 @@ if TYPE_CHECKING:
 STORE_PATIENCE_S = 2.0
 """What one request waits for other processes that write to its catalog, before it goes on without what it wanted."""
 
-OnText = Callable[[str], None]
+
+@dataclass(frozen=True)
+class Channel:
+    """Between a request and who waits for its answer.
+
+    Attributes:
+        on_text: gets pieces of text.
+        cancelled: set when nobody waits any more.
+        meanwhile: given the prepared prompt, what is to be called after each token.
+    """
+
+    on_text: Callable[[str], None]
+    cancelled: threading.Event
+    meanwhile: Callable[[ServedPrompt], Callable[[], None]]
 
 
 @dataclass
@@ -60,7 +73,7 @@ class Server:
         return gpus_of(self.model)
 
     @waiting_at_most(STORE_PATIENCE_S)
-    def serve(self, request: Request, on_text: OnText, cancelled: threading.Event) -> GenerationResult:
+    def serve(self, request: Request, channel: Channel) -> GenerationResult:
         """Look up, load, realign, repair, decode.
 
         Raises:
@@ -76,11 +89,11 @@ class Server:
         with self._pinned(prompt, request.config):
             if prompt.fallback_reason is None:
                 prompt = self._prepare(prompt, request, room, clock)
-            if cancelled.is_set():
+            if channel.cancelled.is_set():
                 raise Cancelled
             if prompt.cache is None and is_crowded():
                 prompt = replace(prompt, cache=self.pipeline.empty_cache(len(prompt.token_ids) + room))
-            result = self._decode(prompt, request, (on_text, cancelled), clock)
+            result = self._decode(prompt, request, channel, clock)
         self._note_deviations(result)
         return result
 
@@ -141,14 +154,17 @@ class Server:
             return ready
         return prompt.plain("another rank could not use its KV")
 
-    def _decode(
-        self, prompt: ServedPrompt, request: Request, channel: tuple[OnText, threading.Event], clock: StageClock
-    ) -> GenerationResult:
+    def _decode(self, prompt: ServedPrompt, request: Request, channel: Channel, clock: StageClock) -> GenerationResult:
         """Generate; a fault before the first token is answered by plain prefill, unless it is the caller's."""
-        on_text, cancelled = channel
 
         def run(prompt: ServedPrompt) -> GenerationResult:
-            decoded, rows = self.decoder.run(prompt, request.params, on_text, clock.first_token, cancelled)
+            meanwhile = channel.meanwhile(prompt)
+
+            def on_token() -> None:
+                clock.first_token()
+                meanwhile()
+
+            decoded, rows = self.decoder.run(prompt, request.params, channel.on_text, on_token, channel.cancelled)
             return build_result(prompt, rows, decoded, clock)
 
         try:

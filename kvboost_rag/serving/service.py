@@ -17,6 +17,7 @@ from kvboost_rag.serving.afterwards import Afterwards
 from kvboost_rag.serving.batch import Batch
 from kvboost_rag.serving.history import token_ids
 from kvboost_rag.serving.requests import Request
+from kvboost_rag.serving.server import Channel
 from kvboost_rag.serving.settling import Settler
 from kvboost_rag.serving.variants import Variant, Variants
 from kvboost_rag.serving.worker import Stream, Worker
@@ -73,7 +74,8 @@ class Service:
             logger.warning(notice)
 
         def serve(variant: Variant) -> tuple[Variant, GenerationResult]:
-            return variant, variant.server.serve(request, lambda text: emit(StreamEvent(text)), cancelled)
+            channel = Channel(lambda text: emit(StreamEvent(text)), cancelled, self.settler.meanwhile(variant, request))
+            return variant, variant.server.serve(request, channel)
 
         variant, result = self.variants.run(request.config.adapters, serve)
         self.afterwards.note(request, result)

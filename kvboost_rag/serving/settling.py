@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
+from kvboost_rag.chunks.served import ServedPrompt
 from kvboost_rag.datamodels import GenerationResult, HitKind, SegmentKind
 from kvboost_rag.kv.buffer import KVBuffer
 from kvboost_rag.models.hf_cache import BufferCache
 from kvboost_rag.observe.idle import IdleJobs
 from kvboost_rag.observe.recorder import Recorder
 from kvboost_rag.serving.history import MERGING_TOKENS, past_tokens, token_ids, with_answer
+from kvboost_rag.serving.lanes import is_crowded
 from kvboost_rag.serving.pipeline import Pipeline
 from kvboost_rag.serving.requests import Request
 from kvboost_rag.serving.variants import Variant, Variants
@@ -68,6 +70,29 @@ class Settler:
             turn = _Turn(variant, pipeline, said, request.config.namespace, removals)
             self._jobs.offer(str(hash((variant.state.fingerprint, turn.namespace, said))), partial(self._steps, turn))
 
+    def meanwhile(self, variant: Variant, request: Request) -> Callable[[ServedPrompt], Callable[[], None]]:
+        """What makes of a prepared prompt what is called after each token of its answer (`ReuseConfig.settle_rows`)."""
+        pipeline, rows = variant.server.pipeline, request.config.settle_rows
+
+        def begin(prompt: ServedPrompt) -> Callable[[], None]:
+            if not (isinstance(pipeline, Pipeline) and request.config.settle and rows and prompt.plan is not None):
+                return lambda: None
+
+            def load() -> _Turn:
+                whole = pipeline.prefixes.whole(len(prompt.token_ids) - MERGING_TOKENS)
+                removals = variant.registry.store.catalog.version().removals
+                turn = _Turn(variant, pipeline, prompt.token_ids[:whole], request.config.namespace, removals)
+                turn.load()
+                return turn
+
+            return _Meanwhile(load, rows, self._count)
+
+        return begin
+
+    def _count(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._metrics.record_settled(num_tokens)
+
     def cancel(self) -> int:
         """Leave all turns as they are; returns how many were not settled yet."""
         return self._jobs.cancel()
@@ -107,8 +132,7 @@ class Settler:
         with suppress(EngineClosed):  # nobody will ask for it
             run(turn.load)
             while num_tokens := run(turn.step):
-                self.num_tokens += num_tokens
-                self._metrics.record_settled(num_tokens)
+                self._count(num_tokens)
                 yield num_tokens
 
 
@@ -135,3 +159,32 @@ class _Turn:
         # What was deleted must not come back in a block.
         unchanged = self._prefixes.store.catalog.version().removals == self._removals
         return next(self._blocks, 0) if unchanged else 0
+
+
+class _Meanwhile:
+    """Settles a prompt while its answer is decoded; the blocks are those that are computed afterwards otherwise.
+
+    Args:
+        load: gives the turn, with what of it is exact already.
+        rows: for each token, on average: a block is paid for before the next one.
+        count: told how many tokens a block had.
+    """
+
+    def __init__(self, load: Callable[[], _Turn], rows: int, count: Callable[[int], None]) -> None:
+        self._load, self._rows, self._count = load, rows, count
+        self._turn: _Turn | None = None
+        self._paid, self._is_over = 0, False
+
+    def __call__(self) -> None:
+        """After a token, in the worker. A fault ends it, and not the answer."""
+        self._paid += self._rows
+        while self._paid > 0 and not self._is_over and not is_crowded():
+            try:
+                self._turn = self._turn or self._load()
+                num_tokens = self._turn.step()
+            except Exception as error:  # what is missing is computed afterwards
+                logger.warning("a prompt is not settled while its answer is decoded: %s", error, exc_info=error)
+                num_tokens = 0
+            self._paid -= num_tokens
+            self._is_over = not num_tokens
+            self._count(num_tokens)

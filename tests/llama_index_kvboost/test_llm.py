@@ -19,7 +19,7 @@ from llama_index.llms.kvboost import KVBoostLLM
 from llama_index_kvboost.helpers import TEXTS, USER, MakeLLM
 
 from kvboost_rag import GenerationParams
-from kvboost_rag.serving.decode import ContextOverflowError
+from kvboost_rag.serving.limits import ContextOverflowError
 
 PROMPT = "The store holds keys"
 
@@ -251,3 +251,18 @@ def test_the_namespace_is_shared_with_its_owner() -> None:
     assert folder.parts[-3:] == ("llama_index", "llms", "kvboost")
     assert not [name for parent in folder.parents[:2] for name in parent.glob("__init__.py")]
     assert Path(llama_index.core.__file__).parents[1] != folder.parents[1]
+
+
+def test_tokens_guessed_ahead_change_no_answer(make_llm: MakeLLM, tiny_model: Any) -> None:
+    plain = make_llm(max_new_tokens=24)
+    expected = plain.complete(PROMPT)
+    assistant = tiny_model("llama", num_hidden_layers=4).model
+    asked = [
+        make_llm(max_new_tokens=24, generate_kwargs={"prompt_lookup_num_tokens": 5}).complete(PROMPT),
+        plain.complete(PROMPT, prompt_lookup_num_tokens=5),
+        plain.complete(PROMPT, assistant_model=assistant),
+    ]
+    assert [response.text for response in asked] == [expected.text] * 3
+    counts = [response.raw["kvboost"]["accepted_tokens"] for response in (expected, *asked)]
+    assert counts[0] == 0
+    assert min(counts[1:3]) > 0

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, MaxTimeCriteria, Sto
 
 from kvboost_rag import GenerationParams, KVBoost
 from kvboost_rag.config import ConfigError
+from kvboost_rag.serving.drafting import OF_ASSISTANT
 from kvboost_rag.serving.generation_settings import DECIDED, HONOURED, UNAVAILABLE, replaced_settings
 
 DOCUMENTS = [document(n) for n in range(3)]
@@ -70,6 +71,11 @@ VALUES: dict[str, Any] = {
     "sequence_bias": [[[17], 10.0]],
     "guidance_scale": 1.8,
     "watermarking_config": {"greenlist_ratio": 0.4, "bias": 4.0},
+    "prompt_lookup_num_tokens": 3,
+    "max_matching_ngram_size": 4,
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "heuristic",
+    "assistant_confidence_threshold": 0.5,
 }
 SAMPLING: dict[str, Any] = {
     "temperature": 0.7,
@@ -83,6 +89,8 @@ SAMPLING: dict[str, Any] = {
 }
 WITHOUT_EFFECT = ("max_time", "renormalize_logits", "remove_invalid_values", "forced_bos_token_id")
 """Here: nothing is late, invalid or out of order, and the prompt has more than one token."""
+DRAFTING = ("prompt_lookup_num_tokens", "max_matching_ngram_size", *OF_ASSISTANT)
+"""Change how soon an answer comes and nothing in it (`test_drafting.py`)."""
 
 
 def test_every_honoured_field_is_tried() -> None:
@@ -105,7 +113,7 @@ def test_honoured_as_stock_does_from_a_call_and_from_the_model(engine: KVBoost, 
             return stock(engine, max_new_tokens=count, do_sample=sampled, **beside, **settings)
 
     expected = seeded(**{name: value})
-    assert expected != seeded() or name in WITHOUT_EFFECT
+    assert expected != seeded() or name in (*WITHOUT_EFFECT, *DRAFTING)
     in_call = GenerationParams(max_new_tokens=count, do_sample=sampled, seed=5, extra={name: value}, **beside)
     for options in MODES:
         assert list(engine.generate(TEXT, params=in_call, strict=True, **options).token_ids) == expected, options
@@ -128,7 +136,8 @@ ASKED: dict[str, Any] = {
     "dola_layers": "high",
     "use_mtp": True,
     "is_assistant": True,
-    "prompt_lookup_num_tokens": 3,
+    "speculation_type": "dflash",
+    "assistant_ensemble_weight": 0.5,
     "assistant_early_exit": 2,
     "token_healing": True,
 }
@@ -161,9 +170,8 @@ def test_what_is_not_to_be_had_is_replaced_in_a_model_and_refused_in_a_call(
 @pytest.mark.parametrize("name", sorted(DECIDED - {"eos_token_id", "stop_strings"}))
 def test_what_is_decided_here_changes_nothing(engine: KVBoost, own: Any, name: str) -> None:
     values = {"max_length": 3, "max_new_tokens": 2, "do_sample": True, "early_stopping": True, "cache_config": {"a": 1}}
-    values |= {"num_assistant_tokens_schedule": "constant", "speculation_type": "x", "transformers_version": "1"}
-    numbers = ("length_penalty", "diversity_penalty", "assistant_confidence_threshold", "assistant_ensemble_weight")
-    values |= dict.fromkeys(numbers, 0.5)
+    values |= {"transformers_version": "1"}
+    values |= dict.fromkeys(("length_penalty", "diversity_penalty"), 0.5)
     value = values.get(name, 4 if name.endswith(("tokens", "_id", "size", "lookbehind", "len")) else True)
     if name in ("compile_config", "continuous_batching_config"):
         value = None

@@ -17,6 +17,7 @@ from kvboost_rag.config import EncodingConfig, ReuseConfig
 from kvboost_rag.datamodels import HitKind, SegmentKind
 from kvboost_rag.observe.divergence import kl_per_token
 from kvboost_rag.observe.recorder import Recorder
+from kvboost_rag.serving.history import Transcript
 from kvboost_rag.serving.session import Session
 
 MakeEngine = Callable[..., KVBoost]
@@ -246,3 +247,90 @@ def test_a_session_keeps_what_was_said_when_the_answer_is_whole(make_engine: Mak
     result = say(session, "Hello?")
     assert [m["role"] for m in session.messages] == ["system", "user", "assistant"]
     assert session.messages[-1]["content"] == result.text
+
+
+def test_a_conversation_of_plain_text(make_engine: MakeEngine) -> None:
+    """Exact KV of what was said, the same bits settled or not; a prompt that was served does not make itself exact."""
+    settled, cut = (make_engine(encoding=SMALL) for _ in range(2))
+    turns = [f"{FIRST}\n", "\nWhy?\n", "\n\n".join(["", document(7, 2), "Is this one full as well?\n"])]
+    seen: list[list[torch.Tensor]] = []
+    for engine in (settled, cut):
+        engine.warm([*DOCUMENTS, document(7, 2)])
+        session, found = engine.session("Answer from the documents.\n\n"), []
+        for number, text in enumerate(turns):
+            prompt = Transcript(f"{session.text}{text}", said=len(session.text or ""))
+            full = engine.logits(str(prompt), (5,), reuse="off")
+            found.append(engine.logits(prompt, (5,), settle=True, strict=True))
+            before = session.text
+            for _ in range(2):
+                session.text = before
+                result = say(session, text)
+                (engine.finish_background if engine is settled else engine.stop_settling)()
+                assert torch.equal(engine.logits(prompt, (5,), settle=True, strict=True), found[-1])
+            assert session.text == f"{prompt}{result.text}"
+            assert hits(result)[4 * (number > 0) :] == [HitKind.APPROXIMATE] * (4, 0, 1)[number]
+            if number == 1:
+                assert float(kl_per_token(full, found[-1]).max()) < 1e-6
+                assert result.usage.exact_tokens > len(engine.tokens.ids(FIRST))
+        seen.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    with pytest.raises(TypeError, match="goes on with text"):
+        session.generate({"role": "user", "content": "?"})
+
+
+def test_settling_begins_while_the_answer_is_decoded(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same blocks as afterwards, at the pace that was asked for; a fault ends it and not the answer."""
+    after = make_engine(encoding=SMALL)
+    session = start(after)
+    first = say(session, FIRST)
+    after.finish_background()
+    expected = logits(after, session, TURNS[1])
+    prefixes = after._parts.variants.resting.server.pipeline.prefixes
+    whole = prefixes.whole(first.usage.input_tokens - 2)
+    for rows, settled in ((BLOCK, 4 * BLOCK), (1_000, whole), (0, 0)):
+        engine = make_engine(encoding=SMALL, config=ReuseConfig(settle_rows=rows))
+        monkeypatch.setattr(engine._parts.service.settler, "note", lambda *_: None)
+        meanwhile = start(engine)
+        assert say(meanwhile, FIRST).text == first.text
+        assert engine.stats().settled_tokens == settled
+        assert not say(engine.session(), "Hello?").usage.approximate_tokens
+    engine = make_engine(encoding=SMALL, config=ReuseConfig(settle_rows=1_000))
+    meanwhile = start(engine)
+    assert say(meanwhile, FIRST).token_ids == first.token_ids
+    engine.stop_settling()
+    assert torch.equal(logits(engine, meanwhile, TURNS[1]), expected)
+
+    def broken(*args: Any) -> None:
+        raise OSError("no room")
+
+    engine = make_engine(encoding=SMALL, config=ReuseConfig(settle_rows=1_000))
+    meanwhile = start(engine)
+    monkeypatch.setattr("kvboost_rag.serving.settling._Turn.step", broken)
+    monkeypatch.setattr(engine._parts.service.settler, "note", lambda *_: None)
+    assert say(meanwhile, FIRST).text == first.text
+    assert engine.stats().settled_tokens == 0
+
+
+@pytest.mark.model
+def test_four_turns_on_the_real_model() -> None:
+    """Documents in the first turn and one in the third; the whole in `benchmarks/conversations.py`."""
+    texts = [document(n, 6) for n in range(5)]
+    turns = ["\n\n".join([*texts[:4], "What is described here?"]), "Why is that so?"]
+    turns += ["\n\n".join([texts[4], "And this?"]), "Thanks. Who would use it?"]
+    params = GenerationParams(max_new_tokens=12)
+    with KVBoost.from_pretrained("bundled:smollm2", dtype=torch.float32) as engine:
+        engine.warm(texts, neighbours=None)
+        chat = engine.session([{"role": "system", "content": "Answer from the documents."}])
+        settled = 0
+        for number, text in enumerate(turns):
+            said = [*chat.messages, {"role": "user", "content": text}]
+            full = engine.logits(said, reuse="off")
+            kl = float(kl_per_token(full, engine.logits(said, settle=True, strict=True)).max())
+            usage = chat.generate(text, params=params, strict=True).usage
+            engine.finish_background()
+            if number in (1, 3):
+                assert kl < 1e-4
+                assert usage.exact_tokens == usage.cached_tokens
+            new = usage.input_tokens - settled
+            assert number == 0 or usage.prefilled_tokens <= new + engine.encoding.block_tokens
+            settled = usage.input_tokens + usage.output_tokens
