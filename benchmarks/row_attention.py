@@ -22,9 +22,10 @@ from kvbench.machine import this_machine
 from kvbench.tables import plain_table
 
 from kvboost_rag.forward import amx_attention
-from kvboost_rag.forward.attention_blocks import attend_blocks, attend_masked, plan_blocks
+from kvboost_rag.forward.attention_blocks import attend_blocks, attend_masked
 from kvboost_rag.forward.attention_call import AttentionCall
 from kvboost_rag.forward.attention_mass import attention_mass
+from kvboost_rag.forward.attention_plan import plan_blocks
 from kvboost_rag.forward.causal_rows import CausalRows
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64

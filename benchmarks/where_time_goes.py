@@ -42,7 +42,7 @@ from kvboost_rag.repair import QueryRepair, RepairContext, RepairPlan, RepairStr
 from kvboost_rag.repair.query import AttentionMass
 from kvboost_rag.stores import MemoryStore
 
-PRODUCTS = ("aten::mm", "aten::addmm")
+PRODUCTS = ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise")
 ATTENTION = ("aten::_scaled_dot_product", "aten::bmm", "aten::exp_", "aten::_softmax", "row_attention")
 
 

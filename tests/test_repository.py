@@ -87,7 +87,7 @@ def test_no_import_cycles_between_parts():
 
 FOREIGN_PRIVATES = {
     *("_attn_implementation", "_scaled_dot_product_flash_attention_for_cpu", "_expects_other_args"),
-    *("_orig_mod", "_parameters", "_buffers"),
+    *("_linear_pointwise", "_orig_mod", "_parameters", "_buffers"),
 }
 """Of transformers, torch and LangChain, where they offer no public name for it."""
 

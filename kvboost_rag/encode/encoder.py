@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvboost_rag.datamodels import ChunkKV
 from kvboost_rag.encode.mixture import ContextWeights, combine
+from kvboost_rag.forward import onednn
 from kvboost_rag.kv.buffer import KVLayout
 from kvboost_rag.kv.realign import PositionTables, position_free
 from kvboost_rag.models import hf_cache
@@ -99,6 +100,7 @@ class Encoder:
             where = torch.cuda.get_device_name(self.device)
         else:
             where = f"{self.device.type} {torch.backends.cpu.get_cpu_capability()} x{torch.get_num_threads()}"
+            where += " oneDNN" if onednn.wanted(self.device) else ""
         attention = getattr(self.model.config, "_attn_implementation", None)
         return f"{where}, torch {torch.__version__}, transformers {transformers.__version__}, {attention}"
 
@@ -146,7 +148,8 @@ class Encoder:
 
     def _forward(self, rows: list[list[int]]) -> list[hf_cache.LayerKV]:
         kwargs: dict[str, Any] = {self._cache_name: hf_cache.full_length_cache()}
-        output = self._module(input_ids=torch.tensor(rows, device=self.device), use_cache=True, **kwargs)
+        with onednn.products(self.device):
+            output = self._module(input_ids=torch.tensor(rows, device=self.device), use_cache=True, **kwargs)
         return hf_cache.layers_of(hf_cache.output_cache(output))
 
     def _cut(self, layers: list[hf_cache.LayerKV], item: int, job: EncodingJob, tables: PositionTables) -> ChunkKV:

@@ -10,116 +10,13 @@ are folded into one batch of rows, so that keys and values are read once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvboost_rag.forward import onednn
 from kvboost_rag.forward.attention_call import AttentionCall
-
-ROW_STEP = 16
-"""Blocks begin at multiples of this many rows."""
-MAX_BLOCK_ROWS = 512
-MIN_SHARED = 128
-"""Columns visible to all rows of a block that make splitting worth its two calls."""
-CALL_ROWS = 90
-"""What a call costs for each of its columns, in rows that attend to it: packing keys and values."""
-BLOCK_PAIRS = 25_000
-"""What a block costs besides, in pairs of row and column: some twenty small operations."""
-MASKED_COST = 1.3
-"""What a masked pair of row and column costs, an unmasked one being 1."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Columns `[start, end)` for the rows of a block.
-
-    Attributes:
-        bias: float32 `[1, 1, group · block_rows, end - start]`, 0 or -inf, for rows folded as `_attend_parts` folds
-            them; None where all rows see all of the columns.
-    """
-
-    start: int
-    end: int
-    bias: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows `[start, end)` of a pass; columns outside `[low, high)` are visible to none of them.
-
-    Attributes:
-        parts: one or two parts that can be attended separately, each with a visible column for every row; empty where
-            some row sees nothing.
-    """
-
-    start: int
-    end: int
-    low: int
-    high: int
-    parts: tuple[Part, ...]
-
-
-def plan_blocks(mask: torch.Tensor, group: int) -> tuple[Block, ...]:
-    """Blocks of the rows of a mask.
-
-    Args:
-        mask: bool `[num_rows, kv_len]`, True = may attend.
-        group: query heads a key head.
-    """
-    cuts = _cuts(mask, group)
-    return tuple(_plan_block(mask[start:end], start, group) for start, end in pairwise(cuts))
-
-
-def _cuts(mask: torch.Tensor, group: int) -> list[int]:
-    """Where blocks begin, and the number of rows: the cheapest way to cut by the costs above (dynamic programming)."""
-    rows, columns = mask.shape
-    bits = mask.view(torch.uint8)
-    first = bits.argmax(1).tolist()
-    last = (columns - bits.flip(1).argmax(1)).tolist()
-    edges = [*range(0, rows, ROW_STEP), rows]
-    best: list[tuple[float, int]] = [(0.0, 0)]
-    for j, end in enumerate(edges[1:], start=1):
-        options = []
-        for i in range(j - 1, -1, -1):
-            start = edges[i]
-            if end - start > MAX_BLOCK_ROWS:
-                break
-            width = max(last[end - 1], last[start]) - min(first[start], first[end - 1])
-            shared = max(0, min(last[start], last[end - 1]) - max(first[start], first[end - 1]))
-            pairs = shared + MASKED_COST * (width - shared)
-            options.append((best[i][0] + BLOCK_PAIRS + CALL_ROWS * width + group * (end - start) * pairs, i))
-        best.append(min(options))
-    cuts, j = [rows], len(edges) - 1
-    while j:
-        j = best[j][1]
-        cuts.append(edges[j])
-    return cuts[::-1]
-
-
-def _plan_block(mask: torch.Tensor, start: int, group: int) -> Block:
-    end = start + len(mask)
-    visible = torch.nonzero(mask.any(0)).flatten()
-    if not len(visible):
-        return Block(start, end, 0, mask.shape[1], ())
-    low, high = int(visible[0]), int(visible[-1]) + 1
-    if not bool(mask.any(1).all()):
-        return Block(start, end, low, high, ())
-    shared = torch.nonzero(mask.all(0)).flatten()
-    if len(shared) == high - low:
-        return Block(start, end, low, high, (Part(low, high),))
-    if len(shared) > MIN_SHARED and int(shared[0]) == low and int(shared[-1]) - low + 1 == len(shared):
-        # One shared column goes with the rest: each row then sees at least one column of either part.
-        middle = int(shared[-1])
-        return Block(start, end, low, high, (Part(low, middle), _masked(mask, middle, high, group)))
-    return Block(start, end, low, high, (_masked(mask, low, high, group),))
-
-
-def _masked(mask: torch.Tensor, start: int, end: int, group: int) -> Part:
-    bias = torch.zeros(len(mask), end - start, device=mask.device)
-    bias.masked_fill_(~mask[:, start:end], float("-inf"))
-    return Part(start, end, bias.repeat(group, 1)[None, None])
+from kvboost_rag.forward.attention_plan import Block, Part
 
 
 def attend_blocks(call: AttentionCall, blocks: Sequence[Block]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -187,7 +84,22 @@ def _attend_parts(call: AttentionCall, block: Block) -> tuple[torch.Tensor, torc
 
 def _attend_part(query: torch.Tensor, call: AttentionCall, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     columns = slice(part.start, part.end)
+    key, value = call.key[:, :, columns], call.value[:, :, columns]
+    if onednn.attends(query):
+        done = onednn.KERNEL.run(
+            ("attention", query.shape[1], query.shape[3], part.bias is None),
+            lambda: onednn.attention(query, key, value, part.bias, call.scaling),
+            lambda done: zip(done, _flash(query, key, value, part.bias, call.scaling), strict=True),
+        )
+        if done is not None:
+            return done
+    return _flash(query, key, value, part.bias, call.scaling)
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, call.key[:, :, columns], call.value[:, :, columns], 0.0, False, attn_mask=part.bias, scale=call.scaling
+        query, key, value, 0.0, False, attn_mask=bias, scale=scaling
     )
     return output, lse.float()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import linear
 
+from kvboost_rag.forward import onednn
 from kvboost_rag.forward.attention_call import AttentionCall
 
 SAFE_EXPONENT = 80.0
@@ -40,8 +42,9 @@ def _by_log_sum_exp(call: AttentionCall, lse: torch.Tensor, start: int) -> torch
     mask = call.mask[0, 0, start:]
     hidden = torch.nonzero(~mask.all(0)).flatten()  # after a row of a causal mask, in front of a sliding window
     total = torch.zeros(call.key.shape[2], device=call.key.device)
+    multiply = onednn.product if onednn.attends(query) else linear
     for head in range(kv_heads):  # one at a time: the batched product would copy the keys first
-        exponentials = torch.mm(query[head], call.key[0, head].T).exp_()
+        exponentials = multiply(query[head], call.key[0, head]).exp_()
         if len(hidden):
             first, last = int(hidden[0]), int(hidden[-1]) + 1
             part = exponentials.view(group, rows, -1)[..., first:last]

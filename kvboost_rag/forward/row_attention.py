@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvboost_rag.forward import amx_attention, triton_attention
-from kvboost_rag.forward.attention_blocks import Block, attend_blocks, plan_blocks
+from kvboost_rag.forward import amx_attention, onednn, triton_attention
+from kvboost_rag.forward.attention_blocks import attend_blocks
 from kvboost_rag.forward.attention_call import AttentionCall, AttentionObserver, AttentionResult
 from kvboost_rag.forward.attention_mass import attention_mass
+from kvboost_rag.forward.attention_plan import FLASH, TWO_PRODUCTS, Block, plan_blocks
 from kvboost_rag.forward.causal_rows import CausalRows, causal_rows
 from kvboost_rag.forward.not_reusable import NotReusable
 
@@ -34,11 +35,13 @@ class ActiveRows:
     _plans: dict[int, tuple[torch.Tensor, tuple[Block, ...]]] = field(default_factory=dict, repr=False)
     _causal: dict[int, tuple[torch.Tensor, CausalRows | None]] = field(default_factory=dict, repr=False)
 
-    def blocks(self, mask: torch.Tensor, group: int) -> tuple[Block, ...]:
-        """Plan of a mask `[1, 1, num_rows, kv_len]`, made once: layers of one kind are given the same tensor."""
+    def blocks(self, call: AttentionCall) -> tuple[Block, ...]:
+        """Plan of the call's mask, made once: layers of one kind are given the same tensor."""
+        mask = call.mask
         known = self._plans.get(id(mask))
         if known is None:  # the mask is kept with its plan, so that its id stays its own
-            known = self._plans[id(mask)] = mask, plan_blocks(mask[0, 0], group)
+            costs = TWO_PRODUCTS if onednn.attends(call.query) else FLASH
+            known = self._plans[id(mask)] = mask, plan_blocks(mask[0, 0], call.group, costs)
         return known[1]
 
     def causal(self, mask: torch.Tensor) -> CausalRows | None:
@@ -123,7 +126,7 @@ def _by_kernel(call: AttentionCall, active: ActiveRows) -> AttentionResult | Non
 
 
 def _by_torch(call: AttentionCall, active: ActiveRows) -> AttentionResult:
-    blocks, lse = active.blocks(call.mask, call.group), None
+    blocks, lse = active.blocks(call), None
     if call.softcap is None and call.sinks is None:
         output, lse = attend_blocks(call, blocks)
     else:  # SDPA has no argument for these

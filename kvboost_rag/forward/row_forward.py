@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvboost_rag.forward import onednn
 from kvboost_rag.forward.attention_call import AttentionObserver
 from kvboost_rag.forward.row_arguments import Path, describe, map_tensors, recall
 from kvboost_rag.forward.row_attention import ACTIVE, IMPLEMENTATION, ActiveRows, register
@@ -108,6 +109,7 @@ class RowPass:
         self._stack.enter_context(attention_implementation(self.model, IMPLEMENTATION))
         token = ACTIVE.set(self._active)
         self._stack.callback(ACTIVE.reset, token)
+        self._stack.enter_context(onednn.products(device))
         return (), kwargs
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

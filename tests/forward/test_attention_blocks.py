@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kvboost_rag.forward import attention_blocks
-from kvboost_rag.forward.attention_blocks import attend_blocks, plan_blocks
+from kvboost_rag.forward.attention_blocks import attend_blocks
 from kvboost_rag.forward.attention_call import AttentionCall
 from kvboost_rag.forward.attention_mass import attention_mass, mass_by_weights
+from kvboost_rag.forward.attention_plan import plan_blocks
 from kvboost_rag.kv.buffer import BufferPool, KVLayout, LayerGroup
 
 LENGTH = 701
