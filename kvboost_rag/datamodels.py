@@ -82,7 +82,7 @@ class ChunkRecord:
     `anchor_ids`, then the token ids of each chunk named in `neighbours` (content hashes, nearest last), each followed
     by `separator_ids`, are the chunk's encoding context (`kv.keys.encoding_contexts`). Together with `token_ids`
     and the model they determine its KV. `forward_tokens` is the length of the forward of a chunk that was encoded with
-    others behind it: matrix kernels round differently at other lengths, so the last bits depend on it. 0: the context
+    others after it: matrix kernels round differently at other lengths, so the last bits depend on it. 0: the context
     and the chunk are all.
 
     A chunk that was encoded after several contexts names them all in `neighbours`, one after the other, and `splits`

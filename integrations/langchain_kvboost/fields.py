@@ -48,7 +48,7 @@ class KVBoostFields(BaseModel):
     recompute_ratio: float | None = None
     """Share of document tokens to recompute, 0…1; default 0.05."""
     neighbours: int | None = Field(default=None, ge=0)
-    """Similar chunks that warmer and vector store encode a chunk behind; default: `EncodingConfig.neighbours` (4)."""
+    """Similar chunks that warmer and vector store encode a chunk after; default: `EncodingConfig.neighbours` (4)."""
     settle: bool | None = None
     """Recompute served turns while nobody waits, so that the next turn starts from exact KV; default: on in chats."""
     adapter: str | list[str] | None = None

@@ -61,7 +61,7 @@ def chat_generation(result: GenerationResult, model_name: str, tool_names: Colle
 class ChatChunks:
     """Stream events as chunks; merged, they are the message of `chat_generation`.
 
-    Tool calls come in one piece behind the text, usage and metadata with the last chunk only (they would add up).
+    Tool calls come in one piece after the text, usage and metadata with the last chunk only (they would add up).
     """
 
     def __init__(self, model_name: str, tool_names: Collection[str]) -> None:

@@ -34,7 +34,7 @@ def _delegated(name: str) -> Callable[..., Any]:
 class KVBoostVectorStore(VectorStore):
     """Wraps a vector store. Searching is the wrapped store's; adding also warms, deleting also evicts.
 
-    Each document is encoded behind the most similar ones that were added before or come in the same call, so the first
+    Each document is encoded after the most similar ones that were added before or come in the same call, so the first
     documents of an empty store are best added in one call. How similar they are is told by the store's embeddings. The
     same text under several ids is one chunk, evicted with the last of them. Nothing is written into documents or their
     metadata. Works under `langchain_core.indexing.index`.
@@ -42,7 +42,7 @@ class KVBoostVectorStore(VectorStore):
     Args:
         vectorstore: the store to wrap; it may hold documents already (they are encoded when first asked about).
         llm: the `ChatKVBoost` or `KVBoostLLM` that will answer (or its engine).
-        neighbours: how many similar documents each is encoded behind; default: the model's. 0 embeds nothing.
+        neighbours: how many similar documents each is encoded after; default: the model's. 0 embeds nothing.
         document_prompt: as for `KVBoostWarmer`.
         namespace: whose chunks; default: the model's.
         name: tells stores apart that share one KV store; default: the collection's name and place. Stores without one

@@ -15,7 +15,7 @@ from langchain_kvboost.warming import DocumentWarming
 class KVBoostWarmer(BaseDocumentTransformer):
     """Warms documents that pass through it. They come out as they went in, same objects, same order.
 
-    Each document is encoded behind the most similar others that were warmed before or come in the same call, which
+    Each document is encoded after the most similar others that were warmed before or come in the same call, which
     makes answers follow full prefill much closer.
 
     Args:

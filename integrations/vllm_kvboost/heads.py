@@ -14,7 +14,7 @@ class PromptHeads:
     """Computes prompts' heads, each in a forward of its own, and keeps what it computed.
 
     Nothing stands before a head, so that its KV is full prefill's and the same in every prompt that begins alike;
-    whether it was kept changes no bit. (Separators further on are not kept: encoded behind their own chunk alone
+    whether it was kept changes no bit. (Separators further on are not kept: encoded after their own chunk alone
     instead of the whole prompt they made answers worse, see docs/vllm.md.)
 
     Args:

@@ -55,7 +55,7 @@ class Planner:
         self.counts: Counter[str] = Counter()
 
     def matched(self, request: Request, num_computed: int) -> int | None:
-        """Tokens behind the `num_computed` first ones that can be loaded; None: ask again, they are being read."""
+        """Tokens after the `num_computed` first ones that can be loaded; None: ask again, they are being read."""
         plan = self._plans.get(request.request_id)
         if plan is None:
             plan = self._plans[request.request_id] = self._plan(request)

@@ -46,7 +46,7 @@ class Writer:
     What lies between the chunks (separators, titles) and the ids at their edges that the tokenizer merged otherwise has
     no stored KV: it is computed here, in one forward over those rows with the assembled prompt visible, as the engine
     does for text between documents. The prompt's head is computed once for all prompts that begin alike. vLLM itself
-    computes what is behind the last chunk.
+    computes what comes after the last chunk.
     """
 
     def __init__(self, source: ChunkSource, reference: Reference, block_size: int, rank: tuple[int, int]) -> None:

@@ -25,7 +25,7 @@ from kvboost_kernels.lanes import read_integer
 
 INTEGER_BYTES = 8
 COUNTERS = 2
-"""int64 zeros behind an entry's arguments, for its parts to count with."""
+"""int64 zeros after an entry's arguments, for its parts to count with."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 _ALIGNMENT = 64
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

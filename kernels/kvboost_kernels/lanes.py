@@ -28,7 +28,7 @@ HALVES = ir.VectorType(_INT16, LANES)
 # 2 ** r on [-1/2, 1/2] by its best polynomial of degree 4: 3e-6 of the value, where bfloat16 keeps 4e-3.
 _EXP2 = (0.9999992847442627, 0.6931217908859253, 0.240247443318367, 0.05591786280274391, 0.009570099413394928)
 _ROUND = 1.5 * 2.0**23
-"""A float32 this large has no digits behind the point: adding it rounds, and leaves the integer in the low bits."""
+"""A float32 this large has no digits after the point: adding it rounds, and leaves the integer in the low bits."""
 _SMALLEST = -126.0
 """2 to this is the smallest normal float32; less is as good as nothing beside the row's largest weight, which is 1."""
 
@@ -112,7 +112,7 @@ def call(builder: Any, name: str, result: Any, *values: Value) -> Value:
 
 
 def at(builder: Any, address: Value, offset: Value | int, kind: Any) -> Value:
-    """A pointer to `kind`, `offset` bytes behind `address`."""
+    """A pointer to `kind`, `offset` bytes after `address`."""
     step = ir.Constant(INT64, offset) if isinstance(offset, int) else offset
     return builder.inttoptr(builder.add(address, step), ir.PointerType(kind))
 

@@ -248,7 +248,7 @@ class ChunkFetcher:
         return context_sensitivity(kv, self.encoder.encode(self._lesser_job(record))).cpu()
 
     def _lesser_job(self, record: ChunkRecord) -> EncodingJob:
-        """The chunk after the anchor alone; one that has no neighbours anyway, behind nothing."""
+        """The chunk after the anchor alone; one that has no neighbours anyway, after nothing."""
         return EncodingJob(record.token_ids, record.anchor_ids if record.neighbours else ())
 
     def _forwarded(self, record: ChunkRecord, job: ChunkJob) -> int:

@@ -111,7 +111,7 @@ class PrefixCache:
             first, end = end, end + len(ids)
             if first < start:  # loaded
                 continue
-            # Nothing behind the block is handed over: its bits must not depend on the prompt's length.
+            # Nothing after the block is handed over: its bits must not depend on the prompt's length.
             with torch.no_grad():
                 observe_rows(self.model, buffer, tokens[:end], RowPlan(torch.arange(first, end)))
             self._put(key, preceding, ids, namespace, buffer.read(first, end))

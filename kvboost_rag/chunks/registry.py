@@ -84,7 +84,7 @@ class ChunkRegistry:
         return self.tokens.prompt_ids(split_prompt(text, known) if text else (), rendered=True)[0]
 
     def own(self, record: ChunkRecord) -> ChunkRecord:
-        """The chunk of this model with a relative's text: behind the same chunks, and of the same sources."""
+        """The chunk of this model with a relative's text: after the same chunks, and of the same sources."""
         if record.fingerprint == self.fingerprint:
             return record
         catalog, namespace = self.store.catalog, record.namespace

@@ -57,7 +57,7 @@ class ServedPrompt:
         segments: it, in order.
         reuse: the mode that is really used.
         cache: over the buffer with everything in front of the rows still to compute, or None for plain prefill.
-        plan: rows of the final pass, or None if only what lies behind `cache.buffer.length` is to be computed.
+        plan: rows of the final pass, or None if only what lies after `cache.buffer.length` is to be computed.
         strategy: name of the one that chose the rows.
         exact_tokens: tokens taken from the exact path.
         created_tokens: tokens whose KV was computed and stored on the way.

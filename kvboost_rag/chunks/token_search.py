@@ -30,7 +30,7 @@ class TokenRun:
 class TokenIndex:
     """Chunks by their token ids. Not thread-safe.
 
-    Each chunk is entered with two of its 8-grams, one behind its first edge and one in its middle, so that it is found
+    Each chunk is entered with two of its 8-grams, one after its first edge and one in its middle, so that it is found
     whatever the tokenizer made of its edges, and its second half also where the first was cut off. A hash only says
     where to compare: what is reported was compared id by id.
     """

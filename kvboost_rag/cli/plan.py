@@ -154,7 +154,7 @@ def _nearest_folder(folder: Path) -> Path:
 
 
 def _measure(engine: KVBoost, disk: DiskStore, corpus: Corpus) -> Measured:
-    """Encode a few chunks of the planned size behind a context of the planned size, write them and read them."""
+    """Encode a few chunks of the planned size after a context of the planned size, write them and read them."""
     from kvboost_rag.chunks.fetched import leading_parts
     from kvboost_rag.datamodels import StoreEntry
     from kvboost_rag.encode.encoder import EncodingJob

@@ -22,7 +22,7 @@ class EncodingConfig:
     Attributes:
         anchor: text in front of each chunk while it is encoded; `auto` is the chat template's head up to a user
             message's content, or BOS where there is no template; the empty string is no anchor.
-        separator: text behind each neighbour in an encoding context, as between documents in a prompt.
+        separator: text after each neighbour in an encoding context, as between documents in a prompt.
         quantization: codec of stored chunk KV: `none` (default), `k8v8` or `k8v4` (see `quantization`). Chunks stored
             with another one are encoded again when they are needed.
         batch_size: chunks encoded in one forward. Above 1 a chunk that is encoded again alone may differ in the last

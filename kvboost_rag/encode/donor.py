@@ -44,14 +44,14 @@ def encode_from_donor(
     """Compute what a donor cannot give: the encoding context and all rows of the chunk outside the plan's spans.
 
     With the donor's own encoding context and spans before the first change only, this is what `Encoder.encode` gives,
-    up to rounding (other matrix shapes). With spans behind a change it is an approximation, and so it is reported.
+    up to rounding (other matrix shapes). With spans after a change it is an approximation, and so it is reported.
 
     Args:
         job: the wanted chunk and its encoding context.
         plan: from `DonorIndex.find`, for these token ids.
         donor: position-free KV of the donor.
         context: stored KV of parts of the encoding context, if they are to be taken as they are instead of computed
-            (approximate, and much cheaper behind neighbours); `start` counts in the context.
+            (approximate, and much cheaper after neighbours); `start` counts in the context.
 
     Raises:
         ValueError: plan, donor and job do not belong together.

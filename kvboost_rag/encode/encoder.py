@@ -25,7 +25,7 @@ class EncodingJob:
     """A chunk's tokens and the tokens in front of it while it is encoded (dropped afterwards).
 
     Attributes:
-        forward_tokens: least length of the forward; it is filled up behind the chunk, where causal attention cannot
+        forward_tokens: least length of the forward; it is filled up after the chunk, where causal attention cannot
             see it, so that the chunk gets the bits that it had in front of others (`Encoder.encode_nested`).
     """
 
@@ -35,7 +35,7 @@ class EncodingJob:
 
     @property
     def end(self) -> int:
-        """Position behind the chunk's last token."""
+        """Position after the chunk's last token."""
         return len(self.context_ids) + len(self.token_ids)
 
     @property
@@ -46,7 +46,7 @@ class EncodingJob:
 
 @dataclass(frozen=True)
 class ChunkJob:
-    """All forwards that a chunk's KV is made of: one, or one behind each of several contexts.
+    """All forwards that a chunk's KV is made of: one, or one after each of several contexts.
 
     Attributes:
         parts: the forwards; where `weights` ask for it the first is after the anchor alone.
@@ -75,7 +75,7 @@ class ChunkJob:
 class Encoder:
     """Computes chunk KV as a pure function of (chunk tokens, encoding context, model).
 
-    Encoding a chunk behind similar chunks of its corpus follows FusionRAG (2025); we keep the context's tokens in
+    Encoding a chunk after similar chunks of its corpus follows FusionRAG (2025); we keep the context's tokens in
     the catalog, so that a chunk that was evicted comes back bit-identical.
 
     `encode` runs one chunk a forward, which makes the result independent of what else is encoded. `encode_batch`
@@ -200,7 +200,7 @@ def has_experts(model: PreTrainedModel) -> bool:
 def context_sensitivity(kv: ChunkKV, alone: ChunkKV) -> torch.Tensor:
     """How much each token of a chunk depends on what stood before it: float16 `[seq_len]`.
 
-    Relative L2 distance √((δ_k² + δ_v²) / 2), δ = ‖behind context − alone‖₂ / ‖alone‖₂ over heads and head dimensions
+    Relative L2 distance √((δ_k² + δ_v²) / 2), δ = ‖after context − alone‖₂ / ‖alone‖₂ over heads and head dimensions
     of one token at one layer, mean over layers.
 
     Args:

@@ -1,4 +1,4 @@
-"""A chunk's KV behind several encoding contexts, combined into one.
+"""A chunk's KV after several encoding contexts, combined into one.
 
 What a chunk's KV owes to one context is peculiar to that context; the prompt it will stand in is another draw. The mean
 over several is nearer to it, at no cost when it is used. How much each context counts may be fitted for a model, for

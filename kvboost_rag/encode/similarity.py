@@ -41,7 +41,7 @@ class DonorRules:
         max_candidates: donors compared token by token.
         context: `computed`: the encoding context is forwarded again, so that what is computed after it is what
             encoding the chunk would give, up to rounding. `stored`: stored KV of the chunks in it is taken instead,
-            which is several times as fast behind neighbours, and approximate.
+            which is several times as fast after neighbours, and approximate.
         min_saving: least share of the tokens that encoding the chunk would forward (context included) that a donor
             must spare; a partial forward costs more per token than a whole one.
     """

@@ -1,4 +1,4 @@
-"""Which tokens of a chunk stand unchanged in another one, and far enough behind a change."""
+"""Which tokens of a chunk stand unchanged in another one, and far enough after a change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reusable_spans(
     """Identical spans of at least `min_tokens`, in order, without the tokens that have yet to settle after a change.
 
     `[0, first change)` needs no settling. Any other identical span has a change before it, be it only that tokens of
-    the donor are missing there: its KV was computed behind another text, and its first `settle_tokens` are left out.
+    the donor are missing there: its KV was computed after another text, and its first `settle_tokens` are left out.
 
     Args:
         settle_tokens: None takes no such span at all. Published work on edits finds 32 to recover nearly everything.

@@ -39,7 +39,7 @@ def group_chunks(
 
 
 def group_contexts(groups: Sequence[Sequence[str]], contexts: int = 1) -> Contexts:
-    """The encoding contexts that each chunk has in its group: all chunks before it, and for two those behind it too."""
+    """The encoding contexts that each chunk has in its group: all chunks before it, and for two those after it too."""
     return {
         key: (tuple(group[:place]), tuple(reversed(group[place + 1 :])))[: contexts if len(group) > 1 else 1]
         for group in groups

@@ -16,7 +16,7 @@ Contexts = dict[str, tuple[tuple[str, ...], ...]]
 """Content hash to the contexts that a chunk is encoded after: content hashes, nearest last."""
 
 Places = Mapping[str, tuple[str, str]]
-"""Of chunks that stand behind others in a document: its first chunk, and the one just before."""
+"""Of chunks that stand after others in a document: its first chunk, and the one just before."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def choose_contexts(
     Args:
         index: the namespace's chunks, `keys` among them.
         num_tokens: of every chunk in the index.
-        places: of the chunks that stand behind others in a document.
+        places: of the chunks that stand after others in a document.
     """
     if rules.count == 0:
         return dict.fromkeys(keys, ((),))

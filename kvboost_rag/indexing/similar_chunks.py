@@ -79,7 +79,7 @@ class SimilarChunks:
             records: known chunks of one namespace.
             embeddings: their vectors `[num_records, dim]`, if the caller has them. With the model that made them
                 (`ModelVectors`) they are compared with all of that model's, without only with each other.
-            groups: among themselves only: chains of up to `rules.count` + 1, each behind those before it, to be encoded
+            groups: among themselves only: chains of up to `rules.count` + 1, each after those before it, to be encoded
                 in one forward.
 
         Returns:

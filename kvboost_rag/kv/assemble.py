@@ -42,6 +42,6 @@ def assemble(buffer: KVBuffer, chunks: Iterable[PlacedChunk | PlacedEntry], tabl
             plain.append(PlacedChunk(quantization.decode(entry.tensors, entry.meta), start))
     for chunk in plain:
         realign_keys_into(buffer, chunk.kv, chunk.start, tables)
-    # Values behind all keys: the threads that torch copies with spin for a while, on the cores that rotate the keys.
+    # Values after all keys: the threads that torch copies with spin for a while, on the cores that rotate the keys.
     for chunk in plain:
         copy_values_into(buffer, chunk.kv, chunk.start)

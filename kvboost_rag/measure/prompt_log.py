@@ -45,7 +45,7 @@ class TraceProfile:
     """Tokens of a log by what could be done with them; `exact + moved + near + new` = all.
 
     Attributes:
-        exact: in the same place behind the same text as before: what a prefix cache finds.
+        exact: in the same place after the same text as before: what a prefix cache finds.
         moved: pieces of text that stood elsewhere before: what position-independent reuse adds.
         near: unchanged parts of pieces that were edited since.
         new: never seen, or too short to be worth storing.

@@ -131,7 +131,7 @@ class BufferLayer(CacheLayerMixin):
 class BufferCache(Cache):
     """A transformers cache over a `KVBuffer`, without a copy.
 
-    Two modes. *Appending* (as in decoding): new rows go behind `buffer.length`. *Row* mode, between `begin_rows`
+    Two modes. *Appending* (as in decoding): new rows go after `buffer.length`. *Row* mode, between `begin_rows`
     and `end_rows`: fresh K and V are scattered to the given positions and attention gets the whole prompt.
     Sliding-window layers keep all positions here too; their window is in the mask that transformers builds.
     """

@@ -39,7 +39,7 @@ def runs_of(chunk: Sequence[int], ids: Sequence[int], low: int, high: int) -> li
 
 
 def _next(wanted: array[int], text: array[int], done: tuple[int, int], gram: int, reach: int) -> Run | None:
-    """The first run behind what is done, as long as it goes; it may stand `reach` ids further on than expected."""
+    """The first run after what is done, as long as it goes; it may stand `reach` ids further on than expected."""
     at, place = done
     for first in range(at, len(wanted) - gram + 1):
         last = min(len(text), place + (first - at) + reach + gram)

@@ -60,7 +60,7 @@ def edges_crossed(text: str, documents: Sequence[tuple[int, int]], tokens: tuple
 
 
 def _across(text: str, edge: int, tokens: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Where a control token, whatever its case, begins before `edge` and ends behind it."""
+    """Where a control token, whatever its case, begins before `edge` and ends after it."""
     by_first = _by_first_character(tokens)
     reach = max((length for lengths in by_first.values() for length in lengths), default=0)
     for low in range(max(0, edge - reach + 1), edge):

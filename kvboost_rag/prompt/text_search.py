@@ -1,7 +1,7 @@
 """Finding many texts inside a prompt, verbatim.
 
 Texts are grouped by their first characters; inside a group they are kept sorted, so that the longest text which
-starts at a place of the prompt is found by bisection. Thousands of texts behind one shared header cost a few string
+starts at a place of the prompt is found by bisection. Thousands of texts after one shared header cost a few string
 comparisons, not thousands.
 """
 

@@ -227,7 +227,7 @@ class PromptTokens:
         return ids, [(a - len(anchor) + start, b - len(anchor) + start) for a, b in offsets]
 
     def _encode_glued(self, text: str, anchors: Sequence[str] | None = None) -> tuple[int, ...]:
-        """Ids of `text` as it continues something: tokenised behind an anchor whose ids are then taken off."""
+        """Ids of `text` as it continues something: tokenised after an anchor whose ids are then taken off."""
         anchor = self._anchor_for(text, anchors)
         return self._encode(anchor + text)[len(self._encode(anchor)) if anchor else 0 :]
 
@@ -283,7 +283,7 @@ class PromptTokens:
 
 
 def _cut(ids: tuple[int, ...], found: Sequence[tuple[TextSpan, Run]], text: str) -> tuple[Segment, ...]:
-    """A prompt's ids as segments: the runs of documents, and what lies before, between and behind them."""
+    """A prompt's ids as segments: the runs of documents, and what lies before, between and after them."""
     if not found:
         return (Segment(SegmentKind.SUFFIX, text, ids, 0),)
     segments: list[Segment] = []

@@ -45,7 +45,7 @@ class CacheBlendRepair(RepairStrategy):
 
 
 class _KeepDeviating(DeviationProbe):
-    """Narrows to fresh rows and the chosen document rows behind the probe layer."""
+    """Narrows to fresh rows and the chosen document rows after the probe layer."""
 
     def __init__(self, layer: int, score: str, context: RepairContext) -> None:
         super().__init__(layer, score)

@@ -58,7 +58,7 @@ class SelectiveRepair(RepairStrategy):
 
 
 class _KeepUncertain:
-    """Narrows to fresh rows and boundaries with high entropy behind the probe layer."""
+    """Narrows to fresh rows and boundaries with high entropy after the probe layer."""
 
     def __init__(self, layer: int, boundaries: list[torch.Tensor], tau: float, context: RepairContext) -> None:
         self.layer = layer

@@ -22,8 +22,8 @@ def continuing(model: PreTrainedModel, prompt_pass: Callable[[], torch.Tensor] |
     nothing is changed.
 
     Args:
-        prompt_pass: computes the prompt's missing rows and gives the logits behind its last one, `[1, 1, vocab_size]`;
-            None: all behind the cache's length is missing.
+        prompt_pass: computes the prompt's missing rows and gives the logits after its last one, `[1, 1, vocab_size]`;
+            None: all after the cache's length is missing.
     """
     name = cache_argument(model)
     shared, forward, begun = copy.copy(model), model.forward, False

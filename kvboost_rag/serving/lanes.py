@@ -33,7 +33,7 @@ class Step:
 
     Attributes:
         kwargs: of the model's forward.
-        cache: the request's buffer, if the forward is one more token behind it and nothing else.
+        cache: the request's buffer, if the forward is one more token after it and nothing else.
         run: the forward by itself.
     """
 
@@ -156,7 +156,7 @@ def breathe(num_rows: int) -> None:
 
 
 def stepping(model: PreTrainedModel) -> PreTrainedModel:
-    """The model for `generate`: in a lane one whose forwards behind the prompt are steps, and which lets others go on
+    """The model for `generate`: in a lane one whose forwards after the prompt are steps, and which lets others go on
     after those over the prompt; else the model itself.
 
     It shares weights, modules and hooks with the model; nothing in the model is changed.

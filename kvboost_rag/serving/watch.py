@@ -49,7 +49,7 @@ class Endings:
 class Watch(StoppingCriteria):  # type: ignore[misc]
     """Sees every new token: turns it into text, and says when to stop.
 
-    Several may come at once, as drafts do. Each is looked at as if it had come alone; what stands behind the one that
+    Several may come at once, as drafts do. Each is looked at as if it had come alone; what stands after the one that
     ends the answer is no part of it.
 
     Args:

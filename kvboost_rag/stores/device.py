@@ -15,7 +15,7 @@ from kvboost_rag.stores.payload import own
 
 @dataclass(frozen=True)
 class _Arriving(StoreEntry):
-    """An entry with the event behind the copies that bring it to the device."""
+    """An entry with the event after the copies that bring it to the device."""
 
     arrival: torch.cuda.Event = field(kw_only=True)
 

@@ -98,7 +98,7 @@ class Rotation:
         cos, sin: float32 `[num_positions, rotary_dim // 2]`, with any attention scaling (YaRN) already in them.
         pairing: `half` turns channel `i` with `i + rotary_dim // 2` (Llama), `interleaved` `2 i` with `2 i + 1`
             (GPT-J).
-        offset: first rotated channel of a head: 0, or behind channels without rotation (DeepSeek).
+        offset: first rotated channel of a head: 0, or after channels without rotation (DeepSeek).
     """
 
     cos: torch.Tensor

@@ -64,7 +64,7 @@ class CodeChunker(Chunker):
         depths = nesting_depths(text, starts, self.language)
         units = _units(starts, depths, 0, len(starts), len(text))
         units = fitting_units(text, units, self.max_tokens, self.count_tokens)
-        # The weaker a gap the less nested it is: cohesion is the depth behind the gap.
+        # The weaker a gap the less nested it is: cohesion is the depth after the gap.
         cohesion = [float(unit.depth) for unit in units[1:]]
         return pack(text, units, cohesion, 0.5, (self.min_tokens, self.max_tokens), self.count_tokens)
 

@@ -89,7 +89,7 @@ def _fitting_end(text: str, start: int, end: int, max_tokens: int, count_tokens:
 
 def _natural_end(text: str, start: int, floor: int, full: int) -> int:
     """The last sentence or line end in `(floor, full]`, else the last white space there, else `full`."""
-    # One character more is shown to the pattern, so that a full stop at the very end sees the space behind it.
+    # One character more is shown to the pattern, so that a full stop at the very end sees the space after it.
     ends = [m.end() for m in _SENTENCE_OR_LINE_END.finditer(text, floor, full + 1) if floor < m.end() <= full]
     if ends:
         return ends[-1]

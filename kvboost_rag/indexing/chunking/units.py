@@ -55,7 +55,7 @@ def pack(
     """Put units together into chunks, cutting where they hold together least.
 
     From left to right: a chunk of at least the minimum size ends at the first gap whose cohesion is below
-    `threshold`; one that would grow beyond the maximum ends at its weakest gap behind the minimum size.
+    `threshold`; one that would grow beyond the maximum ends at its weakest gap after the minimum size.
 
     Args:
         units: in order, each within the maximum size.

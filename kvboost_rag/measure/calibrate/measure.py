@@ -48,7 +48,7 @@ class Answered:
 class Comparison:
     """How far one setting is from the reference on one prompt; see `models.profile.Measured` for the figures.
 
-    `first_logits`: behind the prompt, float32 `[vocab_size]`.
+    `first_logits`: after the prompt, float32 `[vocab_size]`.
     """
 
     kl_first: float

@@ -110,7 +110,7 @@ class SharedStore(Store):
         deletion = Deletion(tuple(map(digest_of, keys)), tuple(touched), tuple(namespaces))
         agreements = self._remote.agreements
         try:
-            # First the tombstone: who writes KV made behind these chunks looks for it afterwards.
+            # First the tombstone: who writes KV made after these chunks looks for it afterwards.
             self.catalog.erasures.note_seen(agreements.bury(deletion))
             for key in keys:
                 for dependent in agreements.dependents(key):
@@ -157,7 +157,7 @@ class SharedStore(Store):
     def _claimed(self, record: ChunkRecord) -> Claim | None:
         """What all machines encode the chunk after; a machine that already does so may change its mind."""
         known = self.catalog.get(record.content_hash)
-        if not record.neighbours:  # only a choice is claimed, but what was made behind others goes
+        if not record.neighbours:  # only a choice is claimed, but what was made after others goes
             if known is not None and known.neighbours:
                 self._remote.delete(record.content_hash)
             return None

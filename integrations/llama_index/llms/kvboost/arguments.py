@@ -81,7 +81,7 @@ class KVBoostArguments(ToolCalling, CustomLLM):
     namespace: str | None = Field(default=None, description="Whose documents; those of one are never used for another.")
     strict: bool | None = Field(default=None, description="Raise on a fault in reuse instead of plain prefill.")
     neighbours: int | None = Field(
-        default=None, ge=0, description="Similar chunks that `KVWarm` encodes a chunk behind; default the engine's (4)."
+        default=None, ge=0, description="Similar chunks that `KVWarm` encodes a chunk after; default the engine's (4)."
     )
     system_prompt: str = Field(default="", description="Stands before every prompt that is not formatted yet.")
     query_wrapper_prompt: BasePromptTemplate = Field(

@@ -30,8 +30,8 @@ class KVWarm(TransformComponent):
     """Computes and stores the KV of nodes; returns the nodes unchanged.
 
     Stands last in `IngestionPipeline(transformations=[…])` or `VectorStoreIndex.from_documents(transformations=[…])`.
-    Each node is encoded behind the `llm.neighbours` most similar ones that were warmed before or come in the same call,
-    by the nodes' embeddings where all of them have one (behind an embedding model), else by the engine's own embedder.
+    Each node is encoded after the `llm.neighbours` most similar ones that were warmed before or come in the same call,
+    by the nodes' embeddings where all of them have one (after an embedding model), else by the engine's own embedder.
     Warmed is what synthesizers write into prompts, `node.get_content(MetadataMode.LLM)`; the bare text, which the
     citation engine writes, is made known and computed when it first stands in a prompt.
 
