@@ -91,6 +91,12 @@ class RowPass:
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._stack = ExitStack()
 
+    @property
+    def _is_one_stretch(self) -> bool:
+        """Whether the rows follow one another: as in blocks of the exact path, settling and `full`, which are to agree
+        with full prefill to the rounding of its own products. Scattered rows belong to an approximation."""
+        return int(self.rows[-1]) - int(self.rows[0]) + 1 == len(self.rows)
+
     @torch.compiler.disable
     def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the inputs of the first forward inside the pass by the rows."""
@@ -109,7 +115,8 @@ class RowPass:
         self._stack.enter_context(attention_implementation(self.model, IMPLEMENTATION))
         token = ACTIVE.set(self._active)
         self._stack.callback(ACTIVE.reset, token)
-        self._stack.enter_context(onednn.products(device))
+        if onednn.wanted(device) and not self._is_one_stretch:
+            self._stack.enter_context(onednn.Products())
         return (), kwargs
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

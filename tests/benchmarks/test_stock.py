@@ -39,14 +39,15 @@ def test_a_difference_is_seen(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("model", ["bundled:smollm2", "bundled:gemma3"])
-def test_real_models_on_real_text(model: str) -> None:
+@pytest.mark.parametrize(("model", "tolerance"), [("bundled:smollm2", 1e-4), ("bundled:gemma3", 4e-4)])
+def test_real_models_on_real_text(model: str, tolerance: float) -> None:
+    """Of Gemma 3 one prompt in twenty differs by up to 2e-4, in rounding (`benchmarks/stock.py`)."""
     try:
         engine = KVBoost.from_pretrained(model, dtype=torch.float32, profile=None)
     except ModelLoadError as error:
         pytest.skip(str(error))
     with engine:
-        chunker = FixedChunker(engine.tokens.count, chunk_tokens=120)
+        chunker = FixedChunker(engine.tokens.count, chunk_tokens=128)
         texts = [chunk.text for chunk in chunker.split(pydoc_corpus(["statistics"]).texts[0].text)][:12]
         for number in range(4):
             documents = texts[3 * number : 3 * number + 3]
@@ -54,4 +55,5 @@ def test_real_models_on_real_text(model: str) -> None:
             plain = number % 2 or not engine.tokenizer.chat_template
             prompt: Any = content if plain else [{"role": "user", "content": content}]
             found = compare(engine, prompt, documents, answer_tokens=8)
-            assert all(each.holds for each in found), found
+            assert all(each.same_ids and each.same_answer for each in found), found
+            assert all(each.max_difference < tolerance for each in found), found

@@ -175,21 +175,35 @@ def test_large_logits_keep_their_log_sum_exp(taken) -> None:
 
 def test_partial_forward_of_a_model_with_biases(taken, tiny_model, monkeypatch) -> None:
     loaded = tiny_model("qwen2")
-    found = all_rows(loaded.model)
+    found = every_row_then_every_other(loaded.model)
     assert len(set(taken)) > 3
     assert not onednn.KERNEL.refused
     taken.clear()
     monkeypatch.setenv("KVBOOST_KERNELS", "off")
-    torch.testing.assert_close(all_rows(loaded.model), found, **CLOSE)
+    for mine, theirs in zip(every_row_then_every_other(loaded.model), found, strict=True):
+        torch.testing.assert_close(mine, theirs, **CLOSE)
     assert not taken
 
 
-def all_rows(model) -> torch.Tensor:
+def test_rows_that_follow_one_another_keep_torchs_products(taken, tiny_model, monkeypatch) -> None:
+    """They may be of the exact path, which is to agree with full prefill."""
+    monkeypatch.setattr(onednn, "attends", lambda query: False)
+    model = tiny_model("llama").model
+    whole, _ = every_row_then_every_other(model)
+    assert taken, "of the other half"
+    monkeypatch.setenv("KVBOOST_KERNELS", "off")
+    assert torch.equal(every_row_then_every_other(model)[0], whole)
+
+
+def every_row_then_every_other(model) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits after the last row, of a pass over all rows and of one over half of them."""
     from kvboost_rag.forward.probe import probe
 
     ids = torch.arange(3, 66) % model.config.vocab_size
-    layout = probe(model).require_layout
-    return row_forward(model, KVBuffer(layout, len(ids)), ids, RowPlan(torch.arange(len(ids)))).logits
+    buffer = KVBuffer(probe(model).require_layout, len(ids))
+    rows = torch.arange(len(ids))
+    whole, half = (row_forward(model, buffer, ids, RowPlan(chosen)).logits for chosen in (rows, rows[::2]))
+    return whole, half
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +18,14 @@ from llama_index_kvboost.helpers import TEXTS, WordEmbedding, documents
 SPLITTER = SentenceSplitter(chunk_size=512, chunk_overlap=0)
 
 
-def chroma() -> Any:
+def chroma(folder: Path) -> Any:
     chromadb = pytest.importorskip("chromadb")
     stores = pytest.importorskip("llama_index.vector_stores.chroma")
-    client = chromadb.EphemeralClient(chromadb.Settings(anonymized_telemetry=False))
-    if "documents" in [collection.name for collection in client.list_collections()]:
-        client.delete_collection("documents")  # one database for all clients of a process
+    client = chromadb.PersistentClient(str(folder))  # those in memory are one database, of one setting, a process
     return stores.ChromaVectorStore(chroma_collection=client.create_collection("documents"))
 
 
-def qdrant() -> Any:
+def qdrant(folder: Path) -> Any:
     client = pytest.importorskip("qdrant_client")
     stores = pytest.importorskip("llama_index.vector_stores.qdrant")
     return stores.QdrantVectorStore("kv", client=client.QdrantClient(":memory:"))
@@ -47,9 +46,9 @@ def index_over(store: Any, warm: KVWarm) -> VectorStoreIndex:
 
 
 @STORES
-def test_deleting_a_document_forgets_its_kv(make_store: Callable[[], Any], llm: KVBoostLLM) -> None:
+def test_deleting_a_document_forgets_its_kv(make_store: Callable[[Path], Any], llm: KVBoostLLM, tmp_path: Path) -> None:
     warm = KVWarm(llm=llm)
-    index = index_over(make_store(), warm)
+    index = index_over(make_store(tmp_path), warm)
     assert not index.docstore.docs, "the texts lie in the vector store"
     assert warm.delete_ref_doc(index, "doc-0") == 1
     assert known(llm) == set(TEXTS[1:])
@@ -59,8 +58,8 @@ def test_deleting_a_document_forgets_its_kv(make_store: Callable[[], Any], llm: 
 
 
 @STORES
-def test_sync_asks_the_vector_store(make_store: Callable[[], Any], llm: KVBoostLLM) -> None:
-    warm, store = KVWarm(llm=llm), make_store()
+def test_sync_asks_the_vector_store(make_store: Callable[[Path], Any], llm: KVBoostLLM, tmp_path: Path) -> None:
+    warm, store = KVWarm(llm=llm), make_store(tmp_path)
     index = index_over(store, warm)
     assert warm.sync(store) == 0
     index.delete_ref_doc("doc-1")
@@ -68,16 +67,18 @@ def test_sync_asks_the_vector_store(make_store: Callable[[], Any], llm: KVBoostL
     assert known(llm) == {TEXTS[0], *TEXTS[2:]}
     assert warm.sync(index.docstore) == 0, "it only has the hashes of all documents that ever came"
     with pytest.raises(ValueError, match=r"none of the 3 documents|not found"):
-        warm.sync(make_store())  # another, which is empty
+        warm.sync(make_store(tmp_path / "other"))  # another, which is empty
     assert known(llm) == {TEXTS[0], *TEXTS[2:]}
 
 
 @STORES
-def test_a_pipeline_with_a_docstore_forgets_what_it_deletes(make_store: Callable[[], Any], llm: KVBoostLLM) -> None:
+def test_a_pipeline_with_a_docstore_forgets_what_it_deletes(
+    make_store: Callable[[Path], Any], llm: KVBoostLLM, tmp_path: Path
+) -> None:
     docstore = SimpleDocumentStore()
     pipeline = IngestionPipeline(
         transformations=[SPLITTER, WordEmbedding(), KVWarm(llm=llm, docstore=docstore)],
-        docstore=docstore, vector_store=make_store(), docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+        docstore=docstore, vector_store=make_store(tmp_path), docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
     )  # fmt: skip
     pipeline.run(documents=documents())
     assert known(llm) == set(TEXTS)
