@@ -363,6 +363,7 @@ def test_precedence_at_index_time():
 @pytest.fixture
 def profiles_in(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("kvboost_rag.models.profile._said", set())  # once a process, and others may have been first
     return tmp_path
 
 
