@@ -30,8 +30,9 @@ def wanted(device: torch.device) -> bool:
 
 
 def attends(query: torch.Tensor) -> bool:
-    """Whether `attention` is to be used."""
-    return query.dtype == torch.float32 and wanted(query.device)
+    """Whether `attention` is to be used: with one thread. torch's flash attention gives each head to a thread; the
+    products of one head are too small to be shared by several (`benchmarks/onednn.py`)."""
+    return query.dtype == torch.float32 and torch.get_num_threads() == 1 and wanted(query.device)
 
 
 @cache

@@ -22,8 +22,9 @@ CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> CheckedKernel:
-    """As on a processor where it is faster, with nothing checked yet."""
+    """As on a processor where it is faster, with one thread, and nothing checked yet."""
     monkeypatch.setattr(onednn, "is_faster", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(onednn, "KERNEL", CheckedKernel("oneDNN product", "cpu"))
     return onednn.KERNEL
 
@@ -193,6 +194,14 @@ def test_rows_that_follow_one_another_keep_torchs_products(taken, tiny_model, mo
     assert taken, "of the other half"
     monkeypatch.setenv("KVBOOST_KERNELS", "off")
     assert torch.equal(every_row_then_every_other(model)[0], whole)
+
+
+def test_several_threads_share_the_heads_in_torchs_own_attention(taken, monkeypatch) -> None:
+    query = draw(1, 2, 5, 8)
+    assert onednn.attends(query)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not onednn.attends(query)
+    assert onednn.wanted(query.device), "for `linear`"
 
 
 def every_row_then_every_other(model) -> tuple[torch.Tensor, torch.Tensor]:
